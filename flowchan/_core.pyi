@@ -135,7 +135,7 @@ class Channel(Generic[T]):
         """Take up to ``max`` items as a list.
 
         The call waits for the first item like ``get``, and then takes what is already available. The list
-        ends before an item that cannot be unpickled, whose error the next call raises.
+        ends before an item that cannot be unpickled. The next call raises that item's error.
 
         Args:
             max: Largest number of items to take.
@@ -160,7 +160,7 @@ class Channel(Generic[T]):
     def close(self) -> None:
         """Close the channel, so that later puts raise ``Closed``.
 
-        Readers can still take the remaining items. Any user may close it, even repeatedly.
+        Readers can still take the remaining items. Any user may close the channel, even repeatedly.
 
         Example:
             >>> from flowchan import Channel
@@ -269,7 +269,7 @@ class In(Generic[T_co]):
         """Take up to ``max`` items as a list.
 
         The call waits for the first item like ``get``, and then takes what is already available. The list
-        ends before an item that cannot be unpickled, whose error the next call raises.
+        ends before an item that cannot be unpickled. The next call raises that item's error.
 
         Args:
             max: Largest number of items to take.
@@ -294,7 +294,7 @@ class In(Generic[T_co]):
     def get_more(self, timeout: float | None = None) -> T_co:
         """Take an item like ``get``, but keep the earlier items on lease.
 
-        All of these items count as unfinished until the next ``get``.
+        The item and the earlier ones count as unfinished until the next ``get``.
 
         Args:
             timeout: Seconds to wait (default: no limit).
@@ -450,7 +450,7 @@ class Out(Generic[T_contra]):
     def _leave_open(self) -> None: ...
 
 def _references() -> int:
-    """Return how many outputs in this process's channels are on other hosts."""
+    """Return how many outputs in this process's channels are still stored on other hosts."""
 
 class ReadyLinks:
     """The links that need attention, for one thread that serves many."""
@@ -502,17 +502,18 @@ class Link:
     def offer(self, number: int, most: int) -> tuple[int, bool] | None:
         """Send up to ``most`` more items of this stream.
 
-        Returns how many were sent in total, and whether the channel has ended. Returns None during a recall.
+        Returns how many items were sent in total, and whether the channel has ended. Returns None during a
+        recall.
         """
     def room(self, number: int) -> tuple[int, bool]:
         """Return how many puts this stream was granted in total, and whether its channel has ended."""
     def await_used(self, number: int, count: int, timeout: float | None = None) -> bool | None:
         """Wait until the other side has put ``count`` items of this stream.
 
-        Returns True if it has, False if it never will, and None after the timeout.
+        Returns True if it has put them, False if it never will, and None after the timeout.
         """
     def drop(self, number: int) -> None:
-        """Stop serving a worker's ports, without changing their sessions. Ignore unknown numbers."""
+        """Stop serving a worker's ports, but keep their sessions. Ignore unknown numbers."""
     def wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for the next event and return its kind and values, or () after the timeout.
 
@@ -521,7 +522,7 @@ class Link:
     def announce(self, number: int, events: ReadyLinks, reports: ReadyLinks) -> None:
         """Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 is there."""
     def excuse(self, seconds: float) -> None:
-        """Do not count the last ``seconds`` as silence, because this process was itself delayed."""
+        """Do not count the last ``seconds`` as the peer's silence, because this process was delayed."""
     def state(self) -> dict[str, Any]:
         """Return the state of the connection and the counters of the link."""
     def close(self) -> None:
@@ -619,7 +620,7 @@ class Await:
     def leave(self, unused: bool) -> None: ...
 
 class Watch:
-    """Lets one thread sleep for many coroutines."""
+    """Lets one thread sleep on behalf of many coroutines."""
 
     def __init__(self) -> None: ...
     @property
@@ -647,7 +648,7 @@ def _take_up(
 ) -> None: ...
 def _set_traced(traced: type) -> None: ...
 def _when_finished(call: Callable[[], object]) -> None:
-    """Call ``call`` once the item that this thread is unpickling is finished, or at once if there is none."""
+    """Call ``call`` when this thread has finished unpickling its item, or now if it is unpickling none."""
 
 def _observe(channels: list[Any]) -> tuple[int, int, int]: ...
 def _size_of(item: Any) -> int: ...

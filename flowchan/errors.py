@@ -3,7 +3,7 @@
 A channel call ends in one of five ways:
 
 - It succeeds.
-- It is impossible at the moment: :class:`Full` or :class:`Empty`.
+- It cannot succeed at the moment: :class:`Full` or :class:`Empty`.
 - The channel is closed: :class:`Closed`, or :class:`Drained` if it ended cleanly.
 - The channel failed: :class:`Broken`.
 - An argument is wrong: ``TypeError`` or ``ValueError``.
@@ -49,7 +49,7 @@ class Closed(ChannelError):
 class Drained(Closed):
     """The channel ended cleanly: it is closed and empty, and no item is leased.
 
-    A ``for`` loop over the channel then ends without an exception.
+    A ``for`` loop over the channel ends without an exception in this case.
 
     Example:
         >>> from flowchan import Channel, Drained
@@ -116,7 +116,7 @@ class WorkerDied(FlowchanError):
     Attributes:
         exitcode: Exit code of the process, or the negated number of the signal that killed it; ``None`` if
             unknown.
-        pid: Process id, or ``None`` if unknown.
+        pid: Process ID, or ``None`` if unknown.
 
     Example:
         >>> import os
@@ -157,7 +157,7 @@ class ChildDied(FlowchanError):
     Attributes:
         number: Number of the child.
         host: Name of the child's host; empty if the child ran on the program's machine.
-        pid: Process id on that host; 0 if unknown.
+        pid: Process ID on that host; 0 if unknown.
         signal: Number of the signal that killed the child; ``None`` if there was none or it is unknown.
         exitcode: Exit code of the child; ``None`` if a signal killed the child or the code is unknown.
 
@@ -247,7 +247,7 @@ class GroupError(FlowchanError):
 
 
 class MemberDied(GroupError):
-    """A group member died or gave up during an operation, so the operation cannot complete.
+    """A group member died or gave up during an operation, so that the operation cannot complete.
 
     Either all surviving members raise this exception, or none does.
 
@@ -312,7 +312,7 @@ class Mismatch(GroupError, ValueError):
 
 
 class LateItem(FlowchanError):
-    """An item arrived too late for its windows, or for its partners in a join.
+    """An item arrived after its windows had closed, or after its possible partners in a join were dropped.
 
     If another stage reads this stage's ``errors`` stream, the item goes there. Otherwise the run ends with
     this error.
@@ -329,7 +329,7 @@ class LateItem(FlowchanError):
 
 
 class Deadlock(FlowchanError):
-    """All workers were waiting for channels and no item was in flight, so the run could not continue.
+    """All workers were waiting for channels and no item was in flight. The run could not continue.
 
     The message lists each waiting worker with its channel.
 
@@ -524,7 +524,7 @@ class RunError(ExceptionGroup[StageError], FlowchanError):
             """One :class:`StageError` for each failure, in order."""
 
     def derive(self, excs: Sequence[StageError]) -> RunError:  # type: ignore[override]
-        """Return an error with the same message for a subset of the failures, as ``except*`` requires.
+        """Return an error with the same message for some of the failures; ``except*`` requires this method.
 
         Args:
             excs: The failures of the new error.

@@ -1,4 +1,4 @@
-"""Choose the core: the compiled module if it exists, otherwise its Python replacement.
+"""Choose the core: the compiled module if it is installed, otherwise its Python replacement.
 
 The compiled module needs Linux. Without it, only channels between threads, graphs of threads, ``check`` and
 ``viz`` work; everything else raises ``RuntimeError``. ``flowchan/__init__.py`` imports this module before any

@@ -3,9 +3,9 @@
 If ``across`` is ``"hosts"``, all three also work across machines, as long as the process that created them is
 alive. All three make threads wait at a gate, a channel that is almost always empty. A :class:`SharedDict`
 holds the current gate. Closing the gate releases all waiting and later threads; putting an item releases one
-thread. Each phase uses another gate, so a late thread cannot take an item that was meant for another phase.
-If ``across`` is ``"hosts"``, the process that created the first gate owns all gates, so gates survive the
-exits of other processes.
+thread. Each phase uses another gate, so that a late thread cannot take an item that was meant for another
+phase. If ``across`` is ``"hosts"``, the process that created the first gate owns all gates. Gates therefore
+survive the exits of other processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flowchan.pipelines.shared_dict import SharedDict
 
 @dataclass(frozen=True, slots=True)
 class _Generation:
-    """Channels that the parties of a barrier use until the barrier breaks or is reset."""
+    """Channels of a barrier, which its parties use until the barrier breaks or is reset."""
 
     arrivals: Channel[None]
     gates: tuple[Channel[None], Channel[None]]
@@ -60,7 +60,7 @@ class Barrier:
     Args:
         parties: Number of threads that must arrive, at least 1.
         action: Function that the last thread to arrive calls before any thread continues (default: none). If
-            it raises, the barrier breaks.
+            the function raises, the barrier breaks.
         across: ``"processes"`` on one machine (default), or ``"hosts"``.
 
     Raises:
@@ -119,7 +119,7 @@ class Barrier:
         return index
 
     def _now(self) -> _Generation:
-        """Return the current generation. If this process only knows a broken one, fetch the newest."""
+        """Return the current generation. If this process only knows a broken generation, fetch the newest."""
         if self._generation.arrivals.broken:
             # If the process that created the barrier has exited, the barrier stays broken.
             with contextlib.suppress(Broken):
@@ -184,10 +184,10 @@ class Barrier:
 
 
 def _clear(gate: Channel[None]) -> None:
-    """Empty a gate that was last used two phases ago.
+    """Empty the gate of two phases ago, so that the next phase can use it.
 
-    All parties have arrived since that phase, so it is over. Any items left in the gate were meant for
-    threads that died.
+    All parties have arrived since that phase, which is therefore over. Any items left in the gate were meant
+    for threads that died.
     """
     while len(gate):
         gate.get_nowait()
@@ -430,7 +430,7 @@ class Condition(Held):
             self._wake(ticket)
 
     def _wake(self, ticket: int) -> bool:
-        """Wake a waiting thread, and return False if it had stopped waiting.
+        """Wake a waiting thread, and return False if the thread had already stopped waiting.
 
         If a notifier dies between two steps, the next notifier can still wake every waiting thread.
         """

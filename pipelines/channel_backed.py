@@ -34,7 +34,7 @@ class Shared(abc.ABC):
     channels: tuple[Channel[Any], ...]
 
     def _open(self, channels: tuple[Channel[Any], ...]) -> None:
-        """Initialise the object, either the original or one that has been received from another process."""
+        """Initialise this object, which is the original or was received from another process."""
         self.channels = channels
         self._renew()
         # While this object holds the channel, no other object can have the same id.
@@ -42,10 +42,10 @@ class Shared(abc.ABC):
 
     @abc.abstractmethod
     def _renew(self) -> None:
-        """Create this process's state; a forked child calls this method again."""
+        """Create this process's state. A forked child calls this method again."""
 
     def _another(self, capacity: int) -> Channel[Any]:
-        """Return a new channel that has the same owner as the existing channels."""
+        """Return a new channel with the same owner as the existing channels."""
         return self.channels[0]._another(capacity)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -76,7 +76,7 @@ S = TypeVar("S", bound=Shared)
 
 
 def arrive(kind: type[S], channels: tuple[Channel[Any], ...]) -> S:
-    """Return this process's object for the channels; create it if it does not exist yet."""
+    """Return this process's object for the channels, and create the object if there is none yet."""
     known = _known.get(id(channels[0]))
     if isinstance(known, kind):
         return known
@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class _NotDone(Exception):
-    """Raised inside a reading port's ``with`` block, so that the port returns its leased items."""
+    """Raised inside the ``with`` block of a reading port, so that the port returns its leased items."""
 
 
 def give_back(port: In[Any]) -> None:

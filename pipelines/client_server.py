@@ -1,4 +1,4 @@
-"""Provide a server for clients on any host. A pair of channels connects each client."""
+"""Provide a server for clients on any host. A pair of channels connects each client to the server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Traffic:
 class _End:
     """One side of the pair of channels between a client and its server.
 
-    ``id`` is the client's number, from 1 in order of arrival, and ``tag`` is its label.
+    ``id`` is the client's number, counted from 1 in order of arrival, and ``tag`` is its label.
     """
 
     def __init__(self, kind: str, id: int, tag: str, inbox: In[Any], outbox: Out[Any], link: Any) -> None:
@@ -159,7 +159,7 @@ class _End:
     def close(self) -> None:
         """Close this side.
 
-        The peer can still read the messages sent so far. After the last message, it gets ``Drained``.
+        The peer can still read the messages sent so far. After the last message, the peer gets ``Drained``.
 
         Example:
             >>> from flowchan import Drained
@@ -290,7 +290,7 @@ class Server:
         """Return the connected clients in order of arrival.
 
         Args:
-            count: Number of clients to wait for (default: none, so the call returns at once).
+            count: Number of clients to wait for (default: none; the call returns at once).
             tag: Return only clients with this tag (default: all).
             timeout: Maximum seconds to wait for ``count`` clients (default: 300).
 
@@ -334,7 +334,7 @@ class Server:
                 self._wakeups.remove(wakeup)
 
     def recv_any(self, *, tag: str | None = None, timeout: float | None = None) -> tuple[Any, ServedClient]:
-        """Receive the next message from any client; clients that have messages take turns.
+        """Receive the next message from any client. Clients with messages take turns.
 
         A client that closes its side is skipped from then on.
 
@@ -384,7 +384,7 @@ class Server:
                 raise Broken(f"{client!r} of {self!r} has died") from error.__cause__
 
     def broadcast(self, message: Any, *, tag: str | None = None) -> int:
-        """Send a message to all connected clients, and encode it only once.
+        """Send a message to all connected clients. The message is encoded only once.
 
         A client that leaves during the call is skipped.
 

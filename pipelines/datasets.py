@@ -20,8 +20,8 @@ T_co = TypeVar("T_co", covariant=True)
 class Dataset(IterableDataset[T_co]):
     """Iterable over the items of a graph, returned by :func:`dataset`. Each iteration is one epoch.
 
-    Inside ``with data:``, the same worker processes serve all epochs. Inside the block, only one iteration
-    can run at a time, so ``zip(data, data)`` must be outside the block.
+    Inside ``with data:``, the same worker processes serve all epochs. Only one iteration can then run at a
+    time. ``zip(data, data)`` therefore works only outside the block.
 
     Args:
         stream: Stream of a graph, read only by the dataset.
@@ -77,7 +77,7 @@ class Dataset(IterableDataset[T_co]):
             yield from run.iter(self._items)
 
     def _seed_of(self, epoch: int) -> int:
-        """Return the seed for an epoch; if the dataset has no seed, draw one from torch."""
+        """Return the seed for an epoch. If the dataset has no seed, draw a seed from torch."""
         if self._seed is None:
             return int(torch.empty((), dtype=torch.int64).random_())
         return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())

@@ -1,8 +1,8 @@
 """Provide a lock and a semaphore that threads in several processes can share.
 
 A :class:`Lock` is a channel with one item, the token, which is never removed permanently. The holder leases
-the token, and gives it back to release the lock. If the holder's process dies, its lease ends and the token
-is available again. Therefore the token can never be lost or duplicated. A :class:`Semaphore` has several
+the token, and gives it back to release the lock. If the holder's process dies, the lease ends and the token
+is available again. The token can therefore never be lost or duplicated. A :class:`Semaphore` has several
 tokens, called permits.
 """
 
@@ -101,7 +101,7 @@ class Lock(Held, Shared):
         return True
 
     def release(self) -> None:
-        """Release the lock once; a lock that was acquired n times must be released n times.
+        """Release the lock once. A lock that was acquired n times must be released n times.
 
         Raises:
             RuntimeError: The calling thread does not hold the lock.

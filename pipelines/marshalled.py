@@ -1,7 +1,7 @@
 """Serialise an object once, so that any process can read it many times.
 
 The serialised object is the only item of a channel in shared memory. A reader leases the item and then gives
-it back, so a reader that dies does not remove the object.
+it back. A reader that dies therefore does not remove the object.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Marshalled(Generic[T]):
 
 
 def marshal(obj: T) -> Marshalled[T]:
-    """Serialise an object once; each call of the handle's ``read()`` returns a new copy.
+    """Serialise an object once. Each call of the handle's ``read()`` then returns a new copy.
 
     Args:
         obj: Any value that a channel between processes accepts, including lambdas, closures and NumPy arrays.

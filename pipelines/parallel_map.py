@@ -16,7 +16,8 @@ from flowchan.pipelines.user_calls import call, name_of, reason
 class Workers:
     """Handle of running workers, returned by :func:`map`.
 
-    Workers keep running even if they are never joined. When the program exits, they are terminated.
+    Workers keep running even if the program never joins them. When the program exits, the workers are
+    terminated.
 
     Args:
         n: Number of workers.
@@ -90,7 +91,7 @@ class Workers:
             self._run.wait()
 
     def check_errors(self) -> None:
-        """Raise ``RunError`` if workers have already failed. The call does not wait for the workers.
+        """Raise ``RunError`` if workers have failed so far. The call does not wait for the workers.
 
         Each failure is raised only once.
 
@@ -118,7 +119,7 @@ class Workers:
 
 
 def _numbers(n: int) -> Iterator[Any]:
-    """Address each number to the worker with that number."""
+    """Send each number to the worker with that number."""
     return ((number, number) for number in range(1, n + 1))
 
 

@@ -35,7 +35,7 @@ A fork waits for this lock, because the child must close its copies of all claim
 
 
 class Claim(ExitStack):
-    """The open sockets and the file that keep a name claimed; returned by :func:`claim`."""
+    """Open sockets and file that keep a name claimed, returned by :func:`claim`."""
 
     def close(self) -> None:
         """Release the name; further calls have no effect."""
@@ -49,8 +49,8 @@ _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
 def claim(name: str, value: object) -> Claim | None:
     """Publish a value under a name until the claim is closed or this process ends.
 
-    Return ``None`` if the name is taken. In that case :func:`find` will soon find the name, provided that its
-    owner is still alive.
+    Return ``None`` if the name is taken. In that case, :func:`find` soon finds the name, provided that the
+    name's owner is still alive.
     """
     address = _address(name)
     with naming, Claim() as parts:

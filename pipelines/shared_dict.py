@@ -1,9 +1,10 @@
 """Share a dictionary between processes, for settings and results.
 
-Each access copies the whole dictionary, so a shared dictionary is not suitable for large data. The dictionary
-is the only item in a channel, and changes are made under a :class:`~flowchan.pipelines.locks.Lock`. A change
-appends the new dictionary to the channel and then removes the old one. If a process dies between the two
-steps, the change is valid, and the next process to access the dictionary removes the old one.
+Each access copies the whole dictionary. A shared dictionary is therefore not suitable for large data. The
+dictionary is the only item in a channel, and changes are made under a
+:class:`~flowchan.pipelines.locks.Lock`. A change appends the new dictionary to the channel and then removes
+the old one. If a process dies between the two steps, the change is valid, and the next process to access the
+dictionary removes the old one.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
         return found
 
     def _change(self, change: Callable[[dict[K, Any]], object]) -> None:
-        """Replace the dictionary with a copy that ``change`` has modified, unless ``change`` raises."""
+        """Replace the dictionary with a modified copy, unless ``change``, which modifies the copy, raises."""
         with self.lock:
             changed = self._read()
             change(changed)
@@ -202,7 +203,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
             return super().popitem()
 
     def setdefault(self, *args: Any) -> Any:
-        """Return the value of a key, like ``dict.setdefault``; a missing key is first set to the default.
+        """Return the value of a key, like ``dict.setdefault``. A missing key is first set to the default.
 
         Args:
             *args: Key, and the value to set for a missing key (default: None).
@@ -224,7 +225,7 @@ class SharedDict(Shared, MutableMapping[K, V]):
 
 
 def _packed(value: Any) -> Any:
-    """Pack a value. Even arrays are copied on each access, so that each reader owns its copy."""
+    """Pack a value. Readers copy even arrays on each access, so that each reader owns its copy."""
     packed = pack(value)
     if isinstance(packed, bytes):
         return packed

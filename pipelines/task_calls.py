@@ -27,8 +27,8 @@ class Task(NamedTuple):
 class CallTable:
     """Tasks of one pool, by number, and the functions that the pool's stages call.
 
-    The table does not refer to the pool, so an unused pool can be deleted. A task stays in the table until
-    its future is done, but its function and arguments are removed when the call starts.
+    The table does not refer to the pool, so that an unused pool can be deleted. A task stays in the table
+    until its future is done, but its function and arguments are removed when the call starts.
     """
 
     def __init__(self, tasks: dict[int, Task], ready: Initializer) -> None:
@@ -38,7 +38,7 @@ class CallTable:
         """Exception of the initializer, if it raised one."""
 
     def _prepared(self) -> bool:
-        """Run the initializer unless it has already run on this thread. Return False if it raises."""
+        """Run the initializer, unless it has run on this thread. Return False if the initializer raises."""
         if not hasattr(self._threads, "ready"):
             try:
                 self._ready.call()
@@ -73,7 +73,7 @@ class CallTable:
             del future
 
     def begin(self, number: int) -> list[Any]:
-        """Return a list with the item to send to a process. The list is empty if the task cannot be sent."""
+        """Return a list with the item to send to a process, or an empty list if the task cannot be sent."""
         task = self._begun(number)
         if task is None:
             return []
@@ -89,7 +89,7 @@ class CallTable:
             del task
 
     def _begun(self, number: int) -> Task | None:
-        """Return the task, and keep only its future in the table; return None if the task was cancelled."""
+        """Return the task, and keep only its future in the table. Return None if the task was cancelled."""
         task = self._tasks[number]
         if not task.future.set_running_or_notify_cancel():
             del self._tasks[number]
@@ -113,7 +113,7 @@ class CallTable:
             del future
 
     def fail(self, failed: Failed[Any]) -> None:
-        """Fail a future because its call failed, its worker died, or its task is too large to be sent.
+        """Set a future's exception: its call failed, its worker died, or its task is too large to be sent.
 
         If the task could not be sent, the item is only its number. If the result arrived before its host was
         lost, the failure is ignored.
@@ -162,7 +162,7 @@ def initializer_failed(error: BaseException) -> BrokenExecutor:
 
 @dataclass(frozen=True)
 class Initializer:
-    """Initializer that a worker calls before its first task, with its arguments."""
+    """Initializer, with its arguments, which a worker calls before its first task."""
 
     initializer: Callable[..., object] | None
     arguments: tuple[Any, ...]

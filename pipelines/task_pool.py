@@ -2,9 +2,9 @@
 
 ``wait``, ``as_completed``, callbacks and asyncio work with the futures.
 
-A pool is a graph whose items are task numbers. The tasks themselves are in a table of the pool, so an idle
-stage keeps no function, argument or result alive. On threads, a sink calls the task. For processes, the task
-is packed just before it is sent, and its number travels with it. The call in the worker also unpacks the task
+A pool is a graph whose items are task numbers. The tasks themselves are in a table of the pool, so that an
+idle stage keeps no function, argument or result alive. On threads, a sink calls the task. For processes, the
+task is packed just before it is sent, together with its number. The call in the worker also unpacks the task
 and packs the result. Therefore, after any failure, including the worker's death, the number identifies the
 future that must fail.
 """
@@ -58,8 +58,8 @@ class TaskPool(Executor):
         on: ``"thread"`` (default), ``"process"``, or a pool from ``flowchan.hosts``. The hosts must be able
             to import the tasks' functions, unless the main script defines them.
         name: Name of the pool in reports (default: ``"tasks"``).
-        initializer: Function that each worker calls before its first task (default: none). If it raises, all
-            tasks fail with ``BrokenExecutor``.
+        initializer: Function that each worker calls before its first task (default: none). If the initializer
+            raises, all tasks fail with ``BrokenExecutor``.
         initargs: Arguments of ``initializer``.
         max_tasks_per_child: Number of tasks after which a worker process is replaced (default: no limit).
 

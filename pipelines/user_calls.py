@@ -1,4 +1,4 @@
-"""Call a user's function for a remote caller, and pass any exception back to that caller."""
+"""Call a user's function for a remote caller, and pass any exception back to the caller."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def reason(error: BaseException) -> BaseException:
-    """Return the exception that the user's function raised; ``error`` is the one that :func:`call` raised."""
+    """Return the exception that the user's function raised, given the ``error`` that :func:`call` raised."""
     return error.args[0] if isinstance(error, ExitRequested) else error
 
 

@@ -1,8 +1,8 @@
-"""Provide a work queue: one owner puts questions, and many workers take them and put answers.
+"""Provide a work queue: one owner puts questions, and many workers take the questions and put answers.
 
 The queue consists of two channels. The owner is the thread that created the queue; every other thread, in any
 process, is a worker. Each call uses one of the two channels, depending on the calling thread. Only the
-question channel is bounded. A worker therefore never blocks when it puts an answer, so the two sides cannot
+question channel is bounded. A worker therefore never blocks when it puts an answer, and the two sides cannot
 deadlock. The number of unread answers is limited by the number of questions that the owner has put.
 """
 
@@ -92,7 +92,7 @@ class WorkQueue:
         self._sides.ask(item, timeout) if self.is_owner else self._sides.answer(item, timeout)
 
     def put_many(self, items: Iterable[Any]) -> None:
-        """Put several items, one at a time.
+        """Put several items, one after another.
 
         Args:
             items: Iterable of questions or answers.
@@ -135,7 +135,7 @@ class WorkQueue:
         return self.get(timeout=0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the items that :meth:`get` returns, until :meth:`get` would raise ``Drained``.
+        """Yield the results of :meth:`get` until :meth:`get` raises ``Drained``.
 
         For a worker, iteration ends when the owner has closed the queue and all questions are finished. For
         the owner, it ends when the owner has also read all answers.
@@ -148,7 +148,7 @@ class WorkQueue:
             yield item
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until every question has been answered; :meth:`get` still returns the answers.
+        """Wait until every question has been answered. Afterwards, :meth:`get` still returns the answers.
 
         Only the owner may call this method, and each question must get exactly one answer.
 
@@ -330,7 +330,7 @@ def workqueue(name: str | None = None, capacity: int = 64, across: Across = "thr
     the call creates a new queue.
 
     Args:
-        name: Name of the queue (default: none, so the queue is new).
+        name: Name of the queue. Without a name, the queue is always new.
         capacity: Maximum number of questions that wait for a worker (default: 64). The number of waiting
             answers is not limited. Only the value that the creator passes has an effect.
         across: ``"threads"`` (default): the name is valid in this process. ``"processes"``: the name is valid

@@ -1,4 +1,4 @@
-"""Draw pictures of a graph, and show a run while it is in progress.
+"""Draw pictures of a graph, and show the progress of a run.
 
 Pictures and live views only read immutable values and statistics. While a live view is open on a terminal, an
 additional thread reads the program's output.

@@ -4,10 +4,10 @@ A long graph is arranged in rows that run alternately to the right and to the le
 :mod:`flowchan.viz.wrapping`). Graphviz lays out arrows from left to right. Arrows to the left are therefore
 declared from reader to writer, with ``dir=back``.
 
-In an SVG picture, the elements of the stages have the ids ``s0``, ``s1`` and so on, in the order of
-declaration. The elements of the channels have the ids ``e0``, ``e1`` and so on.
+In an SVG picture, the elements of the stages have the IDs ``s0``, ``s1`` and so on, in the order of
+declaration. The elements of the channels have the IDs ``e0``, ``e1`` and so on.
 
-The picture has its own light background, so its colours look the same in a dark viewer.
+The picture has its own light background, so that its colours look the same in a dark viewer.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _loose_end(dot: Digraph, node: str, writer: Stage, edge: Edge) -> None:
 
 
 def _is_vertical(picture: Picture, writer: int, reader: int | None) -> bool:
-    """Return whether an arrow joins two stages in the same column."""
+    """Return whether an arrow connects two stages in the same column."""
     return picture.wraps and reader is not None and picture.places[writer][1] == picture.places[reader][1]
 
 
@@ -186,7 +186,7 @@ def _join(dot: Digraph, tail: str, head: str, back: bool, attributes: dict[str, 
 
 
 def _align_columns(dot: Digraph, picture: Picture) -> None:
-    """Align the stages of each column, and keep them in row order with invisible arrows."""
+    """Align the stages of each column, and keep their order with invisible arrows."""
     joined = {(writer, reader) for writer, reader, _ in picture.arrows}
     for column in range(1 + max(column for _, column in picture.places)):
         own = sorted((row, number) for number, (row, place) in enumerate(picture.places) if place == column)

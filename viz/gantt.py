@@ -32,7 +32,7 @@ class Box(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Moment to mark with a line, in seconds."""
+    """Moment, in seconds, that a line marks."""
 
     at: float
     title: str
@@ -152,7 +152,7 @@ class _Drawing:
                 free = x + 4 + long(name)
 
     def _row(self, top: float, row: Row) -> None:
-        """Draw the boxes of a worker, with the worker's name on the left and the note on the right."""
+        """Draw a worker's boxes, with the worker's name on the left and its note on the right."""
         left, middle = self.gantt.left, top + self.box / 2
         room = left - 20
         if row.detail:

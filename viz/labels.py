@@ -1,4 +1,4 @@
-"""Choose the texts, roles, colours and positions in a picture, for all picture formats.
+"""Choose the texts, roles, colours and positions in a graph's picture, for all picture formats.
 
 A picture shows only settings that differ from their defaults. A channel's label may show the item type and
 the capacity. A stage's label may show its number of items, retries, order and hosts.
@@ -134,7 +134,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
 
 
 def hosts_text(placement: Placement) -> str:
-    """Return the hosts of a placement, but only the first and the last of more than four."""
+    """Return the hosts of a placement. If there are more than four, return only the first and the last."""
     if placement.nowhere:
         return "hosts not given yet"
     if placement.missing:
@@ -153,7 +153,7 @@ def ground(placement: Placement) -> Ground:
 
 
 def end_role(stage: Stage) -> Role:
-    """Return the role of the open end of a channel that no stage reads."""
+    """Return the role of the open end of a channel that has no reading stage."""
     return "result" if stage.operator.result else "unread"
 
 
@@ -216,7 +216,7 @@ def _options(stage: Stage) -> Iterator[str]:
 
 
 def detail_text(stage: Stage, captions: Mapping[str, str]) -> str:
-    """Return the operator and the function's source line, or the label that the graph sets.
+    """Return the label that the graph sets or else the operator and the function's source line.
 
     The operator is omitted if it is also the stage's name.
     """
@@ -227,7 +227,7 @@ def detail_text(stage: Stage, captions: Mapping[str, str]) -> str:
 
 
 def result_name(stage: Stage) -> str:
-    """Return the name of the variable that holds a stage's result, or else the stage's name."""
+    """Return the name of the variable that holds a stage's result, or the stage's name if there is none."""
     return _assigned(stage.where) or stage.name
 
 
@@ -259,7 +259,7 @@ def place_text(stage: Stage) -> str:
 
 
 def place(stage: Stage) -> tuple[str, int]:
-    """Return the file, with its whole path, and the line that :func:`place_text` shows."""
+    """Return the file and line that :func:`place_text` shows, but with the file's whole path."""
     code = _code(stage.function)
     if code is None or code.co_filename.startswith(_NOT_THE_USERS):
         return stage.where.file, stage.where.line
@@ -282,12 +282,12 @@ def _code(function: Any) -> types.CodeType | None:
 
 
 def relative(file: str) -> str:
-    """Return the path relative to the working directory if the file is below it, else the whole path."""
+    """Return the relative path of a file below the working directory, or the whole path of any other file."""
     path = Path(file)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 def _short(file: str) -> str:
-    """Return a short path: if the file is outside the working directory, only its name."""
+    """Return the relative path of a file below the working directory, or only the name of any other file."""
     path = Path(relative(file))
     return path.name if path.is_absolute() else str(path)

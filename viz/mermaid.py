@@ -104,7 +104,7 @@ def _arrow(edge: Edge, captions: Mapping[str, str]) -> str:
 
 
 def _quoted(words: str) -> str:
-    """Return the words in quotes, with special characters replaced by entity codes.
+    """Return a text in quotes, with special characters replaced by entity codes.
 
     Otherwise Mermaid, or the Markdown and HTML in its labels, would interpret these characters.
     """

@@ -6,7 +6,7 @@ The first engine that succeeds draws the picture:
 - graphviz-pure, which is installed with flowchan and needs nothing else;
 - the engine in the pygraphviz wheel, which needs system libraries.
 
-Each engine runs in its own process, so a crash or a warning does not affect the program.
+Each engine runs in its own process, so that a crash or a warning does not affect the program.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _run(command: list[str], dot: str) -> bytes:
 
 
 def _run_without_fonts(command: list[str], dot: str) -> bytes:
-    """Draw with a single font, because graphviz-pure does not accept lists of fonts."""
+    """Draw with a single font instead of a list, because graphviz-pure does not accept lists of fonts."""
     first = FONT.partition(",")[0]
     drawn = _run(command, dot.replace(FONT, first))
     return drawn.replace(f'font-family="{first},sans-Serif"'.encode(), f'font-family="{FONT}"'.encode())

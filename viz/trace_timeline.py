@@ -122,7 +122,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def _parsed(text: str) -> list[dict[str, Any]]:
-    """Return the events, even if the program was killed before it wrote the end of the array."""
+    """Return the events, even if the program was killed before it wrote the end of the JSON array."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -187,7 +187,7 @@ def _row(worker: _TracedWorker, zero: float, seconds: float) -> Row:
 
 
 def _coarse(spans: Sequence[tuple[float, float, str]], pixel: float) -> list[tuple[float, float, str]]:
-    """Return one span for each pixel: the activity that took most of the pixel's time.
+    """Return one span for each pixel, with the activity that took most of the pixel's time.
 
     Adjacent spans with the same activity are merged.
     """

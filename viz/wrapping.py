@@ -1,6 +1,6 @@
 """Arrange a long graph in rows that run alternately to the right and to the left.
 
-Each row starts in the column where the row above ends, so a short arrow connects one row to the next.
+Each row starts in the column where the row above ends, so that a short arrow connects the two rows.
 
 Algorithm. The depth of a stage is the length of the longest path to it from a source. Each row holds a range
 of depths, with one depth in each column. Dynamic programming finds the ranges with the lowest cost. A row
@@ -22,7 +22,7 @@ ROW_COST, GAP_COST = 2.0, 0.02
 
 
 def columns_that_fit(widest: float) -> int:
-    """Return how many columns fit on a page if the widest stage and its arrow take ``widest`` points."""
+    """Return the number of columns on a page, given the ``widest`` stage with its arrow, in points."""
     return max(FEWEST_COLUMNS, min(MOST_COLUMNS, int(PAGE / widest)))
 
 

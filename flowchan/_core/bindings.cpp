@@ -257,7 +257,8 @@ NB_MODULE(_core, m) {
         .def("__init__", construct<int, int, std::string>, "fd"_a, "socket"_a, "name"_a)
         .def("close", close_channel,
              "Close the channel, so that later puts raise ``Closed``.\n\n"
-             "Readers can still take the remaining items. Any user may close it, even repeatedly.\n\n"
+             "Readers can still take the remaining items. Any user may close the channel, even "
+             "repeatedly.\n\n"
              "Example:\n"
              "    >>> from flowchan import Channel\n"
              "    >>> channel = Channel()\n"
@@ -442,7 +443,7 @@ NB_MODULE(_core, m) {
         .def(nb::init<nb::object, bool, bool>(), "target"_a, "reading"_a, "again"_a)
         .def("leave", &Await::leave, "unused"_a)
         .def_prop_ro("channel", &Await::channel);
-    nb::class_<Watch>(m, "Watch", "Lets one thread sleep for many coroutines.")
+    nb::class_<Watch>(m, "Watch", "Lets one thread sleep on behalf of many coroutines.")
         .def(nb::init<>())
         .def_prop_ro("heard", &Watch::heard)
         .def("ring", &Watch::ring)
@@ -460,7 +461,7 @@ NB_MODULE(_core, m) {
         "dumps"_a, "loads"_a, "unreadable"_a, "is_of_a_handler"_a, "not_put"_a);
     m.def("_set_traced", [](nb::handle traced) { set_traced(traced.ptr()); }, "traced"_a);
     m.def("_when_finished", Receiving::when_finished, "call"_a,
-          "Call ``call`` once the item that this thread is unpickling is finished, or at once if there is "
+          "Call ``call`` when this thread has finished unpickling its item, or now if it is unpickling "
           "none.");
     m.def("_observe", observe, "channels"_a);
     bind_link(m);

@@ -174,7 +174,7 @@ nb::dict state_of(PyLink& link) {
 void bind_link(nb::module_& m) {
     m.def(
         "_references", [] { return references().count(); },
-        "Return how many outputs in this process's channels are on other hosts.");
+        "Return how many outputs in this process's channels are still stored on other hosts.");
     nb::class_<ReadyLinks>(m, "ReadyLinks", "The links that need attention, for one thread that serves many.")
         .def(nb::init<>())
         .def("add", &ReadyLinks::add, "number"_a, "Add a link.")
@@ -249,8 +249,8 @@ void bind_link(nb::module_& m) {
             },
             "number"_a, "most"_a,
             "Send up to ``most`` more items of this stream.\n\n"
-            "Returns how many were sent in total, and whether the channel has ended. Returns None during a "
-            "recall.")
+            "Returns how many items were sent in total, and whether the channel has ended. Returns None "
+            "during a recall.")
         .def(
             "room",
             [](PyLink& link, uint32_t number) {
@@ -261,15 +261,14 @@ void bind_link(nb::module_& m) {
             "Return how many puts this stream was granted in total, and whether its channel has ended.")
         .def("await_used", await_used, "number"_a, "count"_a, "timeout"_a = nb::none(),
              "Wait until the other side has put ``count`` items of this stream.\n\n"
-             "Returns True if it has, False if it never will, and None after the timeout.")
+             "Returns True if it has put them, False if it never will, and None after the timeout.")
         .def(
             "drop",
             [](PyLink& link, uint32_t number) {
                 WithoutGil without;
                 link.drop_stream(number);
             },
-            "number"_a,
-            "Stop serving a worker's ports, without changing their sessions. Ignore unknown numbers.")
+            "number"_a, "Stop serving a worker's ports, but keep their sessions. Ignore unknown numbers.")
         .def("wait", wait_for_event, "timeout"_a = nb::none(),
              "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
              "flowchan.transport.link_events converts events to typed objects.")
@@ -277,7 +276,7 @@ void bind_link(nb::module_& m) {
              "Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 is there.")
         .def(
             "excuse", [](PyLink& link, double seconds) { link.excuse(int64_t(seconds * 1e9)); }, "seconds"_a,
-            "Do not count the last ``seconds`` as silence, because this process was itself delayed.")
+            "Do not count the last ``seconds`` as the peer's silence, because this process was delayed.")
         .def("state", state_of, "Return the state of the connection and the counters of the link.")
         .def(
             "close",

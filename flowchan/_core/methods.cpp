@@ -240,7 +240,7 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
     "get_many($self, /, max, timeout=None)\n--\n\n"                                                   \
     "Take up to ``max`` items as a list.\n\n"                                                         \
     "The call waits for the first item like ``get``, and then takes what is already available. The\n" \
-    "list ends before an item that cannot be unpickled, whose error the next call raises.\n\n"        \
+    "list ends before an item that cannot be unpickled. The next call raises that item's error.\n\n"  \
     "Args:\n"                                                                                         \
     "    max: Largest number of items to take.\n"                                                     \
     "    timeout: Seconds to wait for the first item (default: no limit).\n\n"                        \
@@ -258,25 +258,25 @@ PyObject* in_get_nowait(PyObject* self, PyObject*) {
     "    >>> channel.get_many(2)\n"                                                                   \
     "    ['a', 'b']"
 
-#define GET_MORE_DOC                                                           \
-    "get_more($self, /, timeout=None)\n--\n\n"                                 \
-    "Take an item like ``get``, but keep the earlier items on lease.\n\n"      \
-    "All of these items count as unfinished until the next ``get``.\n\n"       \
-    "Args:\n"                                                                  \
-    "    timeout: Seconds to wait (default: no limit).\n\n"                    \
-    "Returns:\n"                                                               \
-    "    The item.\n\n"                                                        \
-    "Raises:\n"                                                                \
-    "    Empty: No item arrived within ``timeout`` seconds.\n"                 \
-    "    Drained: The channel is closed, and all its items have been taken.\n" \
-    "    Broken: The channel is broken.\n\n"                                   \
-    "Example:\n"                                                               \
-    "    >>> from flowchan import Channel\n"                                   \
-    "    >>> channel = Channel(across=\"processes\")\n"                        \
-    "    >>> channel.put_many(\"ab\")\n"                                       \
-    "    >>> with channel.reader() as reader:\n"                               \
-    "    ...     pair = [reader.get(), reader.get_more()]\n"                   \
-    "    >>> pair\n"                                                           \
+#define GET_MORE_DOC                                                                \
+    "get_more($self, /, timeout=None)\n--\n\n"                                      \
+    "Take an item like ``get``, but keep the earlier items on lease.\n\n"           \
+    "The item and the earlier ones count as unfinished until the next ``get``.\n\n" \
+    "Args:\n"                                                                       \
+    "    timeout: Seconds to wait (default: no limit).\n\n"                         \
+    "Returns:\n"                                                                    \
+    "    The item.\n\n"                                                             \
+    "Raises:\n"                                                                     \
+    "    Empty: No item arrived within ``timeout`` seconds.\n"                      \
+    "    Drained: The channel is closed, and all its items have been taken.\n"      \
+    "    Broken: The channel is broken.\n\n"                                        \
+    "Example:\n"                                                                    \
+    "    >>> from flowchan import Channel\n"                                        \
+    "    >>> channel = Channel(across=\"processes\")\n"                             \
+    "    >>> channel.put_many(\"ab\")\n"                                            \
+    "    >>> with channel.reader() as reader:\n"                                    \
+    "    ...     pair = [reader.get(), reader.get_more()]\n"                        \
+    "    >>> pair\n"                                                                \
     "    ['a', 'b']"
 
 }  // namespace

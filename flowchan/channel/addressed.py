@@ -16,9 +16,9 @@ from flowchan.items.text import shown
 class Addressed:
     """Send each item to the worker that the sender chooses.
 
-    If the reader declared its input with ``per_worker``, the sender gets an ``Addressed`` instead of an
-    ``Out``. Items are pairs ``(worker, item)``; workers are numbered from 1. A worker that has ended receives
-    no more items: ``put`` then calls ``unwanted`` or, without this callback, raises ``Closed``.
+    If the reading stage declares its input with ``per_worker``, the sender gets an ``Addressed`` instead of
+    an ``Out``. Items are pairs ``(worker, item)``; workers are numbered from 1. A worker that has ended
+    receives no more items: ``put`` then calls ``unwanted`` or, without this callback, raises ``Closed``.
 
     Args:
         ports: Writing end of each worker's channel, in worker order.
@@ -81,7 +81,7 @@ class Addressed:
 
     @property
     def closed(self) -> bool:
-        """Return whether the channels of all workers are closed, so no put can succeed."""
+        """Return whether the channels of all workers are closed, so that no put can succeed."""
         return all(port.closed for port in self.ports)
 
     @property

@@ -1,9 +1,9 @@
 """Make channels and ports awaitable for asyncio (C9).
 
-A coroutine that cannot continue joins the channel's wait queue, as a thread would. It registers the wait with
-a :class:`Watcher` of its event loop. The watcher's thread sleeps on many waits at once, and tells the loop
-which coroutines to wake. These coroutines then try their operations again. The loop's thread takes an item
-and returns it in one step, so no item is lost when a call is cancelled.
+A coroutine that cannot continue enters the channel's wait queue, as a thread would. The coroutine registers
+this wait with a :class:`Watcher` of its event loop. The watcher's thread sleeps until one of many waits is
+woken, and tells the loop which coroutines to wake. These coroutines then try their operations again. The
+loop's thread takes an item and returns it in one step. Therefore, no item is lost when a call is cancelled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONG = 1.0
 
 
 class Watcher:
-    """Thread that sleeps on up to ``MOST`` waits of one event loop.
+    """Thread that sleeps until any of up to ``MOST`` waits of one event loop is woken.
 
     The thread ends when it has had no waits for ``IDLE`` seconds, when the loop is closed, or when
     :meth:`end` is called.
@@ -74,7 +74,7 @@ class Watcher:
         self._watch.ring()
 
     def end(self) -> None:
-        """End the thread now. The caller ensures that no wait is left."""
+        """End the thread now. The caller ensures that no coroutine is still waiting."""
         self._over = True
         self._watch.ring()
         thread = self._thread
@@ -161,7 +161,7 @@ def _watcher(loop: asyncio.AbstractEventLoop) -> Watcher:
 
 
 async def _changed(wait: Await) -> None:
-    """Sleep until ``wait`` is woken, which also removes it from the channel's wait queue."""
+    """Sleep until ``wait`` is woken. The wake-up also removes ``wait`` from the channel's wait queue."""
     loop = _running_loop()
     watcher = _watcher(loop)
     future: asyncio.Future[None] = loop.create_future()
@@ -263,7 +263,7 @@ def aiter_items(self: T) -> T:
 def waits_of_loops() -> list[tuple[asyncio.AbstractEventLoop, list[tuple[asyncio.Task[Any] | None, Any]]]]:
     """Return each event loop that has awaited a channel, with its current waits.
 
-    Each wait is a pair: its task, if any, and its channel.
+    A wait is described by a pair: its task, if any, and its channel.
     """
     return [
         (loop, [wait for watcher in watchers for wait in watcher.waits()])

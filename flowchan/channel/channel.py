@@ -54,12 +54,12 @@ _MOST_BY_DEFAULT = 16 << 30
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Process with arrays, tensors or memory views that use memory of a channel.
+    """Process that holds arrays, tensors or memory views in the memory of a channel.
 
-    It still refers to objects that it received, or it has objects on loan.
+    The process still refers to objects that it received, or it has objects on loan.
 
     Attributes:
-        pid: Process id.
+        pid: Process ID.
         blocks: Number of memory blocks that the process keeps in use.
         bytes: Total size of these blocks.
 
@@ -101,7 +101,8 @@ class ChannelStats:
             was empty.
         readers_waiting_for: Seconds for which at least one reader has been waiting continuously.
         writers_waiting_for: Seconds for which at least one writer has been waiting continuously.
-        selecting: Waiters that another event may also wake (``select``, ``await``, a timeout).
+        selecting: Waiters that another event may also wake: those in ``select`` or ``await``, or with a
+            timeout.
         woken: Waiters that have been woken but are not running yet.
         awaiting: Waiters in ``selecting`` that are coroutines in this process.
         bytes_inside: Bytes in the channel that count against ``max_bytes``.
@@ -161,15 +162,15 @@ def most_bytes() -> int:
 class Channel(_core.Channel[T]):
     """Bounded FIFO of items with any number of writers and readers.
 
-    A channel is first open, then closed and finally drained. If it fails, it is broken instead. All
+    A channel is first open, then closed and finally drained. A channel that fails is broken instead. All
     transports fulfil the same contract (docs/explanation/contract.md).
 
     Args:
         capacity: Number of items at which ``put`` waits (default: 4,096 for threads, otherwise 64). ``None``
             sets no limit and is allowed only for threads.
         across: ``"threads"`` (the default) passes references within one process. ``"processes"`` passes
-            copies through shared memory. ``"hosts"`` does the same, and lets programs on other hosts open the
-            channel (docs/remote_channels.md).
+            copies through shared memory. ``"hosts"`` also passes copies, and lets programs on other hosts
+            open the channel (docs/remote_channels.md).
         max_bytes: Number of bytes at which ``put`` waits (default: no limit for threads; otherwise half of
             the machine's memory, but at most 16 GiB). Memory is allocated on demand.
 
@@ -448,8 +449,8 @@ def _arrive(handle: Handle, name: str) -> Channel[Any]:
 def beside_packed(channel: Channel[Any]) -> tuple[Any, ...] | None:
     """Return the form in which a packed value refers to a cross-host channel, and keep the channel alive.
 
-    A packed value can be unpacked any number of times, and each time it needs the channel. Return None if the
-    value is being serialised for any other purpose.
+    A packed value can be unpacked any number of times, and needs the channel each time. Return None if the
+    value is not being packed.
     """
     if now.packing is None or not now.packing.keeps_far:
         return None

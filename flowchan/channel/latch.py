@@ -11,8 +11,8 @@ from flowchan.errors import Drained, Empty
 class Latch:
     """Event that can be set once, implemented as a channel that closes.
 
-    ``threading.Event`` is unsafe here: Ctrl-C during ``Event.wait`` can leave its lock held. Ctrl-C just
-    before ``wait`` takes effect only when the wait ends.
+    ``threading.Event`` is unsafe here. A Ctrl-C during ``Event.wait`` can leave the event's lock held. A
+    Ctrl-C just before ``wait`` takes effect only when the wait ends.
     """
 
     def __init__(self) -> None:

@@ -83,11 +83,11 @@ def select(
 ) -> Selected[Any]:
     """Perform exactly one of several operations as soon as one is possible.
 
-    If several are possible, ``select`` picks one at random. The channels and ports may have different
-    transports.
+    If several operations are possible, ``select`` picks one of them at random. The channels and ports may
+    have different transports.
 
     Args:
-        gets: Channels or ports from which to take an item. Drained ones are ignored.
+        gets: Channels or ports from which to take an item. Drained channels are ignored.
         puts: Pairs of a channel or port and the item to put.
         timeout: Seconds to wait. Default: no limit.
         ready: Channels to wait for without taking an item. A channel is ready when a get would return at

@@ -12,7 +12,7 @@ Across = Literal["threads", "processes", "hosts"]
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Transport of a channel: how it carries items between its users.
+    """Describes how a kind of channel carries items between its users.
 
     Attributes:
         name: Value for ``across=``.

@@ -1,1 +1,1 @@
-"""Check whether a declared graph can run."""
+"""Check that a declared graph can run."""

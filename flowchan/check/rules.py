@@ -65,7 +65,7 @@ Found = Iterator[tuple[int, Problem]]
 def check(graph: Blueprint) -> tuple[Problem, ...]:
     """Return all problems of the graph in the order of declaration, or an empty tuple if it can run.
 
-    The check starts no stage, and no graph makes it raise an exception.
+    The check starts no stage, and never raises an exception, whatever the graph is.
     """
     stages = graph.stages
     found: list[tuple[int, Problem]] = []
@@ -148,7 +148,7 @@ def _foreign(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _cycles(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Yield a problem for each set of stages that wait for each other.
+    """Yield a problem for each set of stages that would wait for each other without end.
 
     Stages with duplicate names are skipped, because another rule reports them. Edges refer to stages by name,
     so stages with the same name would appear connected.
@@ -246,7 +246,7 @@ def _capacities(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check that free memory suffices for the amount that a run reserves at its start.
+    """Check that there is enough free memory for the amount that a run reserves at its start.
 
     Large items need more memory during the run.
     """
@@ -408,7 +408,7 @@ def _gangs(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 
 
 def _addressed(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Check the streams whose writers choose a worker for each item."""
+    """Check the ``per_worker`` streams, whose writers choose a worker for each item."""
     indexes = {stage.name: index for index, stage in enumerate(stages)}
     for edge in graph.edges:
         if edge.errors and edge.to_worker == 1 and edge.reader is not None:
@@ -429,7 +429,7 @@ def _is_capacity(value: object) -> bool:
 
 
 def _autos(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
-    """Report ``auto`` stages whose number of workers must be fixed because of a reader declared later."""
+    """Report ``auto`` stages that need a fixed number of workers because of a reader declared later."""
     for index, stage in enumerate(stages):
         if stage.auto is not None and (why := fixed_workers(stage)):
             yield index, Problem("workers", stage.name, stage.where, auto_refusal(stage, why))

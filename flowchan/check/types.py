@@ -1,11 +1,12 @@
 """Check the rules "ports" and "type": streams and item types must match the stage's function.
 
-The checks use an annotation only if its meaning is certain. They compare classes and the origins of generic
-types. They accept unknown, unusually abstract and merely convertible types.
+The checks use an annotation only if its meaning is certain. The checks compare classes and the origins of
+generic types, such as ``list`` for ``list[int]``. Unknown, unusually abstract and merely convertible types
+are accepted.
 
-The module does not use beartype.door, which can prove that one type is a subtype of another, but not that two
-types might match. It also raises for protocols, TypedDicts and unresolved names. Importing it takes 77 ms,
-and it would save only 35 lines.
+The module does not use beartype.door. That library can prove that one type is a subtype of another, but not
+that two types might match. The library also raises for protocols, TypedDicts and unresolved names. The import
+takes 77 ms, and the use of the library would save only 35 lines.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
 def fits(given: Any, wanted: Any) -> bool:
     """Return whether a value of type ``given`` may be passed to a parameter annotated with ``wanted``.
 
-    In doubt, return True.
+    If this cannot be decided, return True.
     """
     given, wanted = _bare(given), _bare(wanted)
     if isinstance(given, tuple):
@@ -96,7 +97,7 @@ def fits(given: Any, wanted: Any) -> bool:
 
 
 def _iterable(annotation: Any) -> bool:
-    """Return whether a value with this annotation is iterable. If in doubt, return True."""
+    """Return whether a value with this annotation is iterable. If that is unclear, return True."""
     kind = _bare(annotation)
     if isinstance(kind, tuple):
         return any(_iterable(member) for member in kind)
@@ -104,7 +105,7 @@ def _iterable(annotation: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
-    """Return the class of an annotation, the members of a union, or ``None`` if the annotation is unclear."""
+    """Return the class of an annotation, the members of a union, or ``None`` for any other annotation."""
     while isinstance(annotation, typing.NewType):
         annotation = annotation.__supertype__
     annotation = known(annotation) if annotation is not None else None
@@ -137,7 +138,7 @@ def _port_types(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[tupl
 
 
 def _in_pairs(stream: Output, port: str, wanted: Any) -> tuple[Output, str, Any]:
-    """Return a stream of pairs ``(worker, item)`` together with the annotation to compare.
+    """Return a stream of pairs ``(worker, item)``, and the annotation to which the pairs must fit.
 
     The parameter receives only the item of each pair.
     """
@@ -156,7 +157,7 @@ def _positional(function: Any) -> list[inspect.Parameter]:
 
 
 def _item_signature(function: Any) -> inspect.Signature | None:
-    """Return the signature of the call for each item, or ``None`` for a plain class.
+    """Return the signature of the call that a worker makes for each item, or ``None`` for a plain class.
 
     Because of ``__new__`` or a metaclass, the constructor of a plain class often has the wrong signature.
     """

@@ -42,7 +42,7 @@ def main() -> None:
 
 
 class _Targeted(click.Command):
-    """Command that accepts ``-:NAME`` as FILE, although it looks like an option."""
+    """Command that accepts ``-:NAME`` as FILE, although ``-:NAME`` looks like an option."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, [f"./{one}" if one.startswith("-:") else one for one in args])
@@ -51,8 +51,8 @@ class _Targeted(click.Command):
 def _command(*arguments: str) -> Callable[[Callable[P, int]], Callable[..., None]]:
     """Return a decorator that turns a function into a subcommand. The function returns the exit code.
 
-    The subcommand accepts ``arguments``, of which the first is FILE, and also ARGS and --debug. The
-    subcommand reports errors of the user in one line.
+    The subcommand accepts ``arguments`` (the first is FILE), ARGS and --debug. The subcommand reports errors
+    of the user in one line.
     """
 
     def decorated(function: Callable[P, int]) -> Callable[..., None]:
@@ -255,12 +255,12 @@ def replay(
 def peek(recording: str, channel: str | None, count: int) -> None:
     """Show items of a recording or of a running graph, without taking them.
 
-    RECORDING is a file that "flowchan record" wrote. Showing an item unpickles it, so it must be a file that
-    you trust as you trust code.
+    RECORDING is a file that "flowchan record" wrote. Showing an item unpickles it, so RECORDING must be a
+    file that you trust as you trust code.
 
     RUN is the process ID of a program on this machine, or a run from the list of "flowchan top". The command
     shows the items in CHANNEL, and then later ones until N are shown, the channel ends or you press Ctrl-C.
-    It misses items that pass through the channel quickly.
+    Items that pass through the channel quickly are not shown.
     """
     with Interrupts():
         if channel is None:
@@ -459,8 +459,8 @@ def hosts() -> None:
 def check_hosts(spec: str, debug: bool) -> None:
     """Check HOSTS, for example local:2, ssh:gpu1,user@gpu2, slurm or ray:4.
 
-    For each host, the command shows whether an agent can start and connect to this machine. It also shows
-    the versions of Python and flowchan, the round-trip time and bandwidth, the relative speed, and the
+    For each host, the command shows whether an agent can start and connect to this machine. The command also
+    shows the versions of Python and flowchan, the round-trip time and bandwidth, the relative speed, and the
     available cores, memory and GPUs.
     """
     from flowchan.cli import hosts

@@ -26,7 +26,7 @@ def converted(text: str, annotation: Any) -> Any:
 
     Supported types are numbers, booleans (yes, no, true, false, on, off, 1, 0), paths, members of an ``Enum``
     by name, and values of a ``Literal``. ``X | None`` and classes that can be constructed from one string are
-    also supported. For any other annotation, return the text unchanged.
+    also supported. For any other annotation, the result is the unchanged text.
 
     Args:
         text: Word from the command line.

@@ -1,7 +1,8 @@
 """Report errors on standard error, and choose the exit code of the command.
 
-The exit code is 0 for success, 1 if the run failed, and 2 if the graph or the command line is wrong. It is
-130 after Ctrl-C, 143 after SIGTERM, and 141 if the reader of standard output closed it, as after SIGPIPE.
+The exit code is 0 for success, 1 if the run failed, and 2 if the graph or the command line is wrong. The code
+is 130 after Ctrl-C, 143 after SIGTERM and, as after SIGPIPE, 141 if the reader of standard output has closed
+the stream.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def exit_code(function: Callable[[], int], debug: bool) -> int:
 
 
 def _output_lost() -> int:
-    """Discard the output that Python would still write at exit, and return the exit code."""
+    """Discard the output that Python has buffered and would write at exit, and return the exit code."""
     if sys.stdout is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         with contextlib.suppress(OSError, ValueError):
@@ -77,7 +78,7 @@ def _output_lost() -> int:
 def print_failures(error: RunError, debug: bool = False) -> None:
     """Print one line for each failure, and the traceback of the first failure.
 
-    If ``debug`` is true, print only the tracebacks, but all of them.
+    If ``debug`` is true, print the tracebacks of all failures instead.
     """
     if debug:
         traceback.print_exception(error)
@@ -93,7 +94,7 @@ def print_failures(error: RunError, debug: bool = False) -> None:
 
 
 def print_problems(graph: str, problems: Sequence[Problem], err: bool) -> None:
-    """Print one line for each problem of a graph, then their number."""
+    """Print one line for each problem of a graph, then the number of problems."""
     from flowchan.errors import Where
     from flowchan.viz.labels import relative
 

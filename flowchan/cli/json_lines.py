@@ -1,7 +1,8 @@
 """Write the events of a run to standard output as JSON lines, for ``flowchan run --json``.
 
-Each line is an object. Its key "event" is "start", "stats" (once a second), "failure" or finally "end". Its
-key "time" is in seconds since 1970. The program's own output goes to standard error.
+Each line is a JSON object. The value of "event" is "start", "stats" (once a second), "failure" or, in the
+last line, "end". The value of "time" is in seconds since 1970. The program's own output goes to standard
+error.
 """
 
 from __future__ import annotations

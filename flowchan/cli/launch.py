@@ -1,8 +1,8 @@
-"""Launch several processes of a script on this host, with torchrun's environment variables.
+"""Launch several processes of a script on this host, with the environment variables that torchrun sets.
 
-Each rank leads its own process group, so its children can be killed with it. Ctrl-C therefore reaches a rank
-only through this process. If this process is killed, the kernel kills the ranks, and a guard process kills
-their children.
+Each rank leads its own process group, so that its children can be killed with it. Ctrl-C therefore reaches a
+rank only through this process. If this process is killed, the kernel kills the ranks, and a guard process
+kills their children.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _refused(error: OSError, path: Path) -> click.BadParameter:
 
 
 def cores_for(local: int, count: int) -> list[int]:
-    """Return the cores for one of ``count`` ranks on this host, or an empty list if the host has too few."""
+    """Return the cores for one of ``count`` ranks on this host. The list is empty if there are too few."""
     cores = sorted(os.sched_getaffinity(0))
     return (
         cores[len(cores) * local // count : len(cores) * (local + 1) // count] if len(cores) >= count else []
@@ -129,9 +129,9 @@ class Guard:
 
 
 class Rank:
-    """Process of a rank, with the last line that it wrote to standard error.
+    """Process of a rank, and the last line that the process wrote to standard error.
 
-    It runs on the ``cores`` in the list, or on all cores if the list is empty.
+    The process runs on the listed ``cores``, or on all cores if the list is empty.
     """
 
     def __init__(
@@ -173,8 +173,8 @@ class Rank:
     def code(self) -> int | None:
         """Return the exit code as ``Popen`` does, or ``None`` while the process runs.
 
-        The process is reaped only in :meth:`close`. Until then, no other process can get its process id or
-        group id.
+        The process is reaped only in :meth:`close`. Until then, no other process can get its process ID or
+        group ID.
         """
         if self._code is None:
             end = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -263,7 +263,7 @@ class LaunchJob:
                 self.interrupt(signal_of(interrupt))
 
     def goes_on(self) -> bool:
-        """Return whether a rank is still running, or has written output that has not been passed on."""
+        """Return whether a rank is still running or has output that has not been passed on."""
         return bool(self._selector.get_map()) or any(rank.code() is None for rank in self.ranks)
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class LaunchJob:
         self._selector.close()
 
     def poll(self) -> None:
-        """Pass on new output, waiting briefly for it. If a rank has failed, end the others."""
+        """Wait briefly for new output, and pass it on. If a rank has failed, end the others."""
         if not self._selector.get_map():
             time.sleep(_POLL_INTERVAL_S)
         for key, _ in self._selector.select(_POLL_INTERVAL_S):
@@ -310,10 +310,10 @@ class LaunchJob:
 def variables(
     count: int, local_count: int, master: str, job: str, group: int = 0, groups: int = 1
 ) -> dict[str, str]:
-    """Return the environment that all ranks on a host share, with torchrun's variables.
+    """Return the environment that all ranks on a host share, including torchrun's variables.
 
-    It lacks the variables that identify a rank. ``local_count`` of the ``count`` ranks run on this host,
-    which is number ``group`` of ``groups``. ``master`` is a free address on the host of rank 0.
+    The variables that identify a single rank are missing. ``local_count`` of the ``count`` ranks run on this
+    host, which is host number ``group`` of ``groups``. ``master`` is a free address on the host of rank 0.
     """
     address, _, port = master.rpartition(":")
     return {
@@ -335,9 +335,9 @@ def variables(
 
 
 def first_of(failures: Sequence[str]) -> str:
-    """Return the failure that caused the others, or an empty string without any failure.
+    """Return the failure that caused the others, or an empty string if no rank failed.
 
-    The first rank to end may have failed only because of another rank, which ends later.
+    The rank that ended first may have failed only because of another rank, which ends later.
     """
     own = (text for text in failures if not any(word in text for word in _FOLLOWED))
     return next(own, (*failures, "")[0])
@@ -356,8 +356,8 @@ def launch(
 
     Ranks that still run ``shutdown_timeout`` seconds after they were asked to end are killed.
 
-    Return a description of the first failure and the number of the signal that interrupted the job. Without a
-    failure, the description is empty; without a signal, the number is 0.
+    Return a description of the first failure and the number of the signal that interrupted the job. The
+    description is empty if no rank failed, and the number is 0 if no signal arrived.
     """
     environ = variables(count, count, free_address("127.0.0.1"), secrets.token_hex(8))
     with terminate_as_interrupt():

@@ -26,7 +26,7 @@ LATER = 1.0  # seconds that ranks on other hosts get to exit after a failure, be
 
 @dataclass(frozen=True)
 class Begin:
-    """Tells all hosts the secret and two addresses on the host of rank 0, for torch and for flowchan."""
+    """Tells all hosts the secret and two addresses on rank 0's host: one for torch and one for flowchan."""
 
     master: str
     at: str
@@ -53,9 +53,9 @@ class RankEnded:
 class Share:
     """Describes the ranks that one host runs.
 
-    These are ``local_count`` of the ``count`` ranks, from number ``first`` on. The host is number ``host`` of
-    ``hosts`` and is called ``name``. ``towards`` is the address of the launcher. The other attributes are
-    arguments of :class:`LaunchJob`.
+    The host runs ``local_count`` of the ``count`` ranks, from number ``first`` on. The host is number
+    ``host`` of ``hosts`` and is called ``name``. ``towards`` is the address of the launcher. The other
+    attributes are arguments of :class:`LaunchJob`.
     """
 
     name: str
@@ -107,7 +107,7 @@ def run_ranks(share: Share, script: Sequence[str], orders: In[Any], messages: Ou
 
 
 class HostLauncher:
-    """Launches ``count`` ranks, which are spread evenly over the hosts of a pool."""
+    """Launches ``count`` ranks, spread evenly over the hosts of a pool."""
 
     def __init__(
         self, pool: Pool, count: int, script: Sequence[str], tell: Tell, pin: bool, shutdown_timeout: float

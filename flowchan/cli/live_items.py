@@ -16,7 +16,7 @@ def show_items(chosen: str, channel: str, count: int, width: int) -> int:
     """Print the next ``count`` items of a channel, and return the exit code.
 
     Args:
-        chosen: Process id of a program, or name of a run.
+        chosen: Process ID of a program, or name of a run.
         channel: Name of the channel.
         count: Number of items.
         width: Width of the lines, in characters.

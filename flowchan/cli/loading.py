@@ -27,11 +27,11 @@ STDIN = Path("-")
 
 
 class LoadError(FlowchanError):
-    """No graph could be loaded from the target.
+    """Raised if no graph could be loaded from the target.
 
     The file does not exist, is not valid Python, fails during its import, or does not define exactly one
-    graph. Or the arguments do not match the function in the file. The message is one line, and ``__cause__``
-    is the error of the user's code.
+    graph. The arguments may also not match the function in the file. The message is one line, and
+    ``__cause__`` is the error of the user's code.
     """
 
 
@@ -78,7 +78,7 @@ def split_target(target: str) -> tuple[Path, str | None]:
 
 
 def picture_name(target: str) -> str:
-    """Return the default file name for a picture of the graph."""
+    """Return the file name that a picture of the graph gets by default."""
     path, _ = split_target(target)
     if path == STDIN:
         return "stdin.svg"
@@ -101,11 +101,11 @@ def load_timeline(path: str) -> str:
 def load_module(path: Path) -> ModuleType:
     """Import a file, a module or standard input.
 
-    A file is imported as a module that is named after it. Its folder is on ``sys.path``, as if Python ran the
-    file. For a module or standard input, the working directory is on ``sys.path``.
+    A file is imported as a module that is named after it. The file's folder is on ``sys.path``, as if Python
+    ran the file. For a module or standard input, the working directory is on ``sys.path``.
 
-    Worker processes may be unable to import a file or standard input. Functions from these are therefore
-    pickled by value from then on.
+    Worker processes may be unable to import a file or standard input. From then on, functions defined there
+    are pickled by value.
     """
     if path == STDIN:
         return _from_stdin()
@@ -132,7 +132,7 @@ def load_module(path: Path) -> ModuleType:
 
 
 def find_in(folder: str) -> None:
-    """Put a folder on ``sys.path``, so that the program can import modules from it."""
+    """Put a folder on ``sys.path``, so that the program can import modules from this folder."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -184,7 +184,7 @@ def _from_stdin() -> ModuleType:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loader that, as for a script, always compiles the current file and writes no ``__pycache__``."""
+    """Loader that always compiles the file and writes no ``__pycache__``, as Python does for scripts."""
 
     def get_code(self, fullname: str) -> CodeType:
         try:
@@ -266,7 +266,7 @@ def _candidates(module: ModuleType) -> Iterator[str]:
 
 
 def _graph_behind(value: Any) -> Blueprint | None:
-    """Return the value if it is a graph, or else the graph in its ``graph`` property, if any."""
+    """Return the value if it is a graph. Otherwise, return the graph in its ``graph`` property, if any."""
     if not isinstance(value, Blueprint) and _has_graph(type(value)):
         value = value.graph
     return value if isinstance(value, Blueprint) else None

@@ -36,7 +36,7 @@ def open_recording(path: str) -> Recording:
 
 
 def summary(path: str) -> str:
-    """Describe a recording in one line. If it lacks items of the channel, add the reason."""
+    """Describe a recording in one line. If the recording lacks items of the channel, add the reason."""
     recording = open_recording(path)
     line = (
         f"{path}: {number_of(len(recording), 'item')} of channel {recording.channel!r} in graph "
@@ -85,7 +85,6 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
     Raises:
         LoadError: The graph has no such stage, the stage cannot be replayed, or the recording or the item
             cannot be read.
-            be read.
     """
     stages = _stages_of(graph, name)
     alone = Graph(graph.name)
@@ -111,7 +110,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
 
 
 def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
-    """Return the stage to replay, preceded by the stage that assigns its items to its workers, if any."""
+    """Return the stage to replay, and before it the stage, if any, that assigns items to its workers."""
     try:
         stage = graph.stage_named(name)
     except KeyError as error:

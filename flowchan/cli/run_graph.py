@@ -95,8 +95,8 @@ class Interrupts:
     r"""Handles Ctrl-C and SIGTERM while the command runs.
 
     While the file is being loaded, these signals raise ``KeyboardInterrupt``. After ``hold`` has been set,
-    they are only counted for :func:`_follow`, except that a third signal still raises. SIGQUIT (Ctrl-\)
-    prints the channel for which each stage waits.
+    the signals are only counted for :func:`_follow`, but a third signal still raises. SIGQUIT (Ctrl-\) prints
+    the channel for which each stage waits.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Interrupts:
 
 
 def _follow(running: Any, view: LiveView | JsonLines, interrupts: Interrupts, lines: JsonLines | None) -> Any:
-    """Wait for the run to end, while passing interrupts on to it. Return its results."""
+    """Wait for the run to end, and return its results. Pass interrupts on to the run in the meantime."""
     handled = 0
     while True:
         if lines is not None:

@@ -20,10 +20,10 @@ LIST_WITHIN_S = 3.0
 
 
 def top(chosen: str | None, width: int) -> int:
-    """Show a run until it ends, and then print its report. If several runs match, print a list instead.
+    """Show a run until it ends, and then print its report. If several runs match, only list them.
 
     Args:
-        chosen: Process id of a program, or name of a run from the list (default: the only run).
+        chosen: Process ID of a program, or name of a run from the list (default: the only run).
         width: Width of the report and the list, in characters.
 
     Returns:

@@ -25,11 +25,11 @@ MOMENT_S = 0.01
 
 
 class ViewError(Exception):
-    """A run cannot be shown."""
+    """Raised if a run cannot be shown."""
 
 
 class NoAnswer(ViewError):
-    """The program of a run has not answered in time."""
+    """Raised if the program of a run has not answered in time."""
 
 
 class ViewedRun:
@@ -89,7 +89,7 @@ class ViewedRun:
         raise ViewError(f"the program of run {self.name} exited before the run ended")
 
     def items(self, channel: str, count: int) -> Iterator[dict[str, Any]]:
-        """Yield the state of a channel, and then its next items, without taking them.
+        """Yield the state of a channel, and then its next items. The items stay in the channel.
 
         Args:
             channel: Name of the channel.
@@ -141,10 +141,10 @@ def viewed_runs(chosen: str | None = None) -> list[ViewedRun]:
     """Connect to the runs of this user.
 
     Args:
-        chosen: Process id of a program, or name of a run, to which the search is limited (default: all runs).
+        chosen: Process ID of a program, or name of a run, to which the search is limited (default: all runs).
 
     Returns:
-        The connections, sorted by process id.
+        The connections, sorted by process ID.
     """
     found = []
     for name in sorted(run_names(), key=lambda name: [int(part) for part in name.split("-")]):
@@ -155,6 +155,6 @@ def viewed_runs(chosen: str | None = None) -> list[ViewedRun]:
 
 
 def run_names() -> set[str]:
-    """Return the names of the runs that have a socket."""
+    """Return the names of the runs that have a socket for viewers."""
     sockets = Path("/proc/net/unix").read_text(errors="replace")
     return set(re.findall(rf" @{socket_prefix()}(\d+-\d+)$", sockets, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""Choose the algorithm of each operation, or let the user select it."""
+"""Choose the algorithm of each operation, unless the user has selected one."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class AlgorithmChoice:
         return chosen
 
     def _by(self, doing: int, x: Any) -> Any:
-        """Return the object that runs the operation: this group or a torch backend."""
+        """Return the object that runs the operation: either this group or a torch backend."""
         name = self._backend_for(doing, x)
         if name is None:
             return self

@@ -21,7 +21,7 @@ def is_numpy(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether ``x`` is an array or tensor, and is therefore sent as raw memory."""
+    """Return whether ``x`` is an array or tensor. Groups send such values as raw memory."""
     return is_tensor(x) or is_numpy(x)
 
 
@@ -35,7 +35,7 @@ def is_dense(x: Any) -> bool:
         False if the value is neither an array nor a tensor.
 
     Raises:
-        TypeError: The array or tensor is not one block of memory.
+        TypeError: The array or tensor does not occupy one block of memory.
     """
     if is_tensor(x):
         if x.is_nested:
@@ -70,7 +70,7 @@ def is_dense(x: Any) -> bool:
 
 
 def _has_memory(x: Any) -> bool:
-    """Return False for tensor wrappers, and for tensors whose memory was freed."""
+    """Return whether an array or tensor has memory; tensor wrappers and freed tensors have none."""
     try:
         return x.device.type == "meta" or not x.nbytes or bool(x.data_ptr())
     except (RuntimeError, AttributeError):  # some wrappers make torch raise one of these errors
@@ -254,7 +254,7 @@ def narrow(x: Any, wide: Any) -> None:
 
 
 def is_here(x: Any) -> bool:
-    """Return whether ``x`` is in main memory, not on a device."""
+    """Return whether ``x`` is in main memory rather than on a device."""
     return not is_tensor(x) or x.device.type == "cpu"
 
 

@@ -1,7 +1,7 @@
 """Check the arguments of group calls, and describe calls in messages.
 
-An operation checks its arguments before it sends anything, so an invalid argument raises an error only on the
-member that passed it. The other members wait until this member makes its next call.
+An operation checks its arguments before it sends anything. An invalid argument therefore raises an error only
+on the member that passed it. The other members wait until this member makes its next call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.items.text import shown
 def called(call: str, x: Any, more: Any) -> str:
     """Describe a call, for example ``allreduce(float64[3], 'sum')``.
 
-    ``more`` is one further argument or a tuple of several.
+    ``more`` is a further argument, or a tuple of several arguments.
     """
     if isinstance(x, list):
         what = f"[{', '.join(map(array_access.described, x))}]"
@@ -70,10 +70,10 @@ def parts_argument(call: str, argument: str, xs: Any, size: int) -> Sequence[Any
 
 
 def sizes_differ(call: str, sizes: dict[int, tuple[list[int], list[int]]]) -> str:
-    """Describe the first pair of ranks whose sizes differ; return an empty string if there is none.
+    """Describe the first pair of ranks whose sizes differ; return an empty string if all sizes are equal.
 
-    For each rank, ``sizes`` contains two lists. One lists how many bytes the rank sends to each rank, the
-    other how many it expects.
+    For each rank, ``sizes`` contains two lists: how many bytes the rank sends to each rank, and how many
+    bytes it expects from each rank.
     """
     for source, to in itertools.product(range(len(sizes)), repeat=2):
         given, room = sizes[source][0][to], sizes[to][1][source : source + 1]

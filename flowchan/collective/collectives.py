@@ -104,7 +104,7 @@ class Collectives(GroupSteps):
 
         Args:
             x: Any value. The shapes of arrays and tensors may differ between members. With ``out``, ``x``
-                must be an array or tensor with its element type.
+                must be an array or tensor with the element type of ``out``.
             out: Where to put the result: one array with ``size`` times the elements of ``x``, or a list of
                 one array per member.
             timeout: Seconds to wait; None means no limit.
@@ -283,12 +283,12 @@ class Collectives(GroupSteps):
         timeout: float | None = None,
         wait: bool = True,
     ) -> Any:
-        """Combine the values of all members that still contribute one, using a function of two values.
+        """Combine the values of all members that still contribute, using a function of two values.
 
         The function is applied to each leaf of nested dictionaries, lists and tuples, in rank order. Rank 0
         runs the function for all members; if the function raises, all members raise. If ``fn`` is ``min`` or
-        ``max``, or ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from ``operator``, each member runs it,
-        which saves a step.
+        ``max``, or ``add``, ``mul``, ``and_``, ``or_`` or ``xor`` from ``operator``, each member runs the
+        function itself, which saves a step.
 
         Args:
             value: Value of this member.
@@ -312,7 +312,7 @@ class Collectives(GroupSteps):
     def join(
         self, fn: Callable[[Any, Any], Any], *, timeout: float | None = None
     ) -> Iterator[tuple[Any, int]]:
-        """Take part in ``allreduce_with`` without a value, until no member contributes one any more.
+        """Take part in ``allreduce_with`` without a value, until no member contributes a value any more.
 
         Args:
             fn: Function that the other members pass to :meth:`allreduce_with`.

@@ -28,9 +28,10 @@ peers dial it at once.
 
 @dataclass(frozen=True)
 class Connector:
-    """Secret and listening address with which members on different hosts connect.
+    """Secret and listening address that members on different hosts use to connect.
 
-    Each member listens on a free port of ``listen_at``, or through ``transport`` if that is not None.
+    Each member listens through ``transport`` or, if that is None, on a free port of the address
+    ``listen_at``.
     """
 
     secret: bytes = field(repr=False)
@@ -40,7 +41,7 @@ class Connector:
 
     @property
     def transport_name(self) -> str:
-        """Return the transport's name, which must be equal on all members."""
+        """Return the transport's name, which must be the same on all members."""
         return "TCP" if self.transport is None else self.transport.name
 
     def listen(self, hello: Hello) -> AuthenticatedListener:

@@ -1,4 +1,4 @@
-"""Define group operations that move arrays, or combine and scatter them.
+"""Define group operations that move arrays between members, or combine and scatter arrays.
 
 Each operation checks its arguments before it sends anything, and then chooses memory for the result.
 """

@@ -13,8 +13,8 @@ RemainingTime = Callable[[], float | None]
 def countdown(timeout: Any) -> RemainingTime:
     """Return a function that returns how many of the ``timeout`` seconds are left.
 
-    If ``timeout`` is invalid, the function returns it unchanged, and the next step of the call raises the
-    error.
+    If ``timeout`` is invalid, the returned function returns it unchanged, and the next step of the call
+    raises the error.
     """
     try:
         give_up = time.monotonic() + timeout

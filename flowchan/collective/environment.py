@@ -69,7 +69,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Launched:
 
 
 def _is_srun_with_pmi(launcher: Launcher, environ: Mapping[str, str]) -> bool:
-    """Return whether srun set the PMI variables. If so, the variables that describe this host are missing."""
+    """Return whether srun set the PMI variables, which then do not describe this host."""
     return (
         launcher.name == "PMI"
         and not any(environ.get(name) for name in launcher.local)

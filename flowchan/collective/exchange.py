@@ -1,9 +1,9 @@
 """Run one step of an operation, in which the leaders of a group's hosts exchange messages.
 
-In a step, each leader exchanges one message with every other leader. All messages travel at the same time, so
-leaders cannot deadlock. Each message identifies its sender's call, so every leader detects mismatched calls
-and deaths. Data from one leader to all, or from all to one, flows along a tree. Leaders that are not
-neighbours in the tree exchange empty messages.
+In a step, each leader exchanges one message with every other leader. All messages are sent at the same time,
+so that leaders cannot deadlock. Each message identifies its sender's call, so that every leader detects
+mismatched calls. Data from one leader to all leaders, or from all to one, is sent along a tree. Leaders that
+are not neighbours in the tree exchange empty messages.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class ConnectionStats:
 class Connections:
     """Connections from the leader of ``host`` to the other leaders.
 
-    ``sockets`` maps each host to the connection with its leader, and ``ranks`` maps it to that leader's rank.
+    ``sockets`` maps each host to the connection with its leader, and ``ranks`` maps each host to its leader's
+    rank.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], ranks: Mapping[int, int], host: int) -> None:
@@ -136,14 +137,14 @@ class LeaderPeer:
         return bool(self.sent and not self.is_sent)
 
     def set_message(self, call: Call, parts: Sequence[Any], kind: int = DATA) -> None:
-        """Queue a complete message to the leader."""
+        """Queue a complete message, header and data, to the leader."""
         pieces = [memoryview(part).cast("B") for part in parts if len(part)]
         self.begin(call, sum(map(len, pieces)), kind)
         self.out += pieces
         self.waits = False
 
     def next_out(self) -> list[memoryview]:
-        """Return the buffers for the next system call: at most one piece of the current buffer.
+        """Return the buffers for the next system call. They contain at most one piece of the current buffer.
 
         If the rest of the current buffer fits into one piece, add a piece of the next buffer.
         """
@@ -162,7 +163,7 @@ def interrupts(error: BaseException) -> bool:
 
 
 class Leaves(Exception):
-    """Raised when another thread of this process closes the member during a step."""
+    """Raised in a step when another thread of this process closes the member."""
 
 
 class ExchangeStep:
@@ -255,7 +256,7 @@ class ExchangeStep:
     def _receive_last_message(self, host: int, error: OSError) -> None:
         """Receive the last message of a leader that has stopped accepting data.
 
-        The message may contain the reason.
+        The message may say why the leader has stopped.
         """
         peer = self.peers[host]
         while not (peer.has_come and peer.kind == FAILED):
@@ -326,7 +327,7 @@ class ExchangeStep:
         return self._links.death_error(host, self.call[0], why)
 
     def _absent(self) -> str:
-        """Describe the hosts that delay the step, except those that wait for another late host."""
+        """Describe the hosts that delay the step, except those that only wait for another late host."""
         late = {host for host in self._waiting if self.peers[host].out or not self.peers[host].has_come}
         names = [self._links.ranks[host] for host in sorted(late) if late.isdisjoint(self._needs_hosts(host))]
         return " and ".join(f"the host of rank {rank}" for rank in names)

@@ -23,8 +23,8 @@ from flowchan.errors import MemberDied
 class Group(Collectives):
     """Member of a group of processes or threads, created by :func:`group` or :func:`members`.
 
-    All members call the same operations in the same order. An operation returns once this member's part is
-    done. Used as a context manager, the member closes at the end of the block.
+    All members call the same operations in the same order. An operation returns when this member's part is
+    done. As a context manager, the member closes at the end of the ``with`` block.
 
     Attributes:
         rank: Rank of this member, counting from 0.
@@ -105,7 +105,7 @@ class Group(Collectives):
     def send(self, x: Any, to: int, *, timeout: float | None = None) -> None:
         """Send a value to one member without waiting for its receipt.
 
-        The call blocks only while that member has 64 unread messages, or while its unread messages fill half
+        The call blocks only while the receiver has 64 unread messages, or while its unread messages fill half
         of the machine's memory.
 
         Args:
@@ -114,7 +114,8 @@ class Group(Collectives):
             timeout: Seconds to wait; None means no limit.
 
         Raises:
-            MemberDied: The receiver is gone. The error is :class:`MemberLeft` if it closed the group.
+            MemberDied: The receiver is gone. The error is :class:`MemberLeft` if the receiver closed the
+                group.
             TimeoutError: The receiver still had too many unread messages after ``timeout`` seconds.
 
         Example:
@@ -201,7 +202,7 @@ class Group(Collectives):
 
         Raises:
             MemberDied: All messages that arrived have been received, and a member died. A remote member that
-                ended before this one first connected to it counts as having left.
+                ended before this member first connected to it counts as having left.
             MemberLeft: All messages that arrived have been received, and all other members left.
             GroupError: A receive with ``wait=False`` is in progress.
             TimeoutError: No message arrived in time.
@@ -305,14 +306,14 @@ class Group(Collectives):
     def shrink(self, *, name: str = "", timeout: float | None = None) -> Group:
         """Return a new group of the remaining members after others died or left.
 
-        All remaining members must make this call; they keep their order. The old group is closed: members
-        that still use it get :class:`MemberDied`. A member that dies during the call is left out.
+        All remaining members must make this call. The members keep their order. The old group is closed, and
+        members that still use it get :class:`MemberDied`. A member that dies during the call is left out.
 
         In a group across hosts, members reconnect at the old group's address (``at=``), and rank 0 decides
         which members remain.
 
         Args:
-            name: Name of the new group (default: the name of this one).
+            name: Name of the new group (default: the name of this group).
             timeout: Seconds to wait; None means no limit.
 
         Returns:
@@ -343,7 +344,7 @@ class Group(Collectives):
         return self._shrunk(name or self.name, give_up)
 
     def _has_met(self, timeout: float | None) -> bool:
-        """Return True once all members have joined this new group; False if a member dies before.
+        """Return True when all members have joined this new group, or False if a member dies first.
 
         If the method returns False or raises, this member is closed.
         """

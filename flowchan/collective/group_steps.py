@@ -1,4 +1,4 @@
-"""Define the steps of group operations, for the public methods and the native core."""
+"""Define the steps of group operations, which the public methods and the native core use."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class GroupTransport(Protocol):
     at once.
 
     Attributes:
-        name: Name in errors, equal on all members.
+        name: Name of the transport in errors, which must be the same on all members.
 
     Example:
         >>> import socket
@@ -62,7 +62,7 @@ class GroupTransport(Protocol):
 
         Args:
             address: Address that ``listen`` returned on that member.
-            timeout: Seconds for this attempt. If an attempt takes longer, the group calls again.
+            timeout: Seconds for this attempt. If an attempt takes longer, the group calls this method again.
 
         Returns:
             The connected socket.

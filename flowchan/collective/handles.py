@@ -59,7 +59,7 @@ class Handle:
 
 
 class HandleOwner(Protocol):
-    """Member that starts operations.
+    """Group member that starts operations, as its handles see it.
 
     ``_queue`` receives each change in the number of unfinished operations.
     """
@@ -80,8 +80,9 @@ class Later:
     def start(self, call: Callable[[], Any], given: Sequence[Any] = ()) -> Handle:
         """Queue a call and return its handle.
 
-        ``given`` lists the arrays that the call uses. If they are on a device, the caller's CUDA stream must
-        finish before the call is queued. The call counts as done when the thread's CUDA stream has finished.
+        ``given`` lists the arrays that the call uses. If the arrays are on a device, the caller's CUDA stream
+        must finish before the call is queued. The call counts as done when the thread's CUDA stream has
+        finished.
         """
         on_devices = [x for x in given if not array_access.is_here(x)]
 
@@ -100,7 +101,7 @@ class Later:
         return Handle(future)
 
     def settle(self, timeout: float | None) -> None:
-        """Wait until all started operations have ended. The handles of these operations raise any errors."""
+        """Wait until all started operations have ended. Errors are raised only by the operations' handles."""
         if self._last is not None:
             try:
                 self._last.exception(timeout)
@@ -111,9 +112,9 @@ class Later:
             self._last = None
 
     def leave(self) -> None:
-        """Close the member if an exception ended the program.
+        """Close the member if an exception is ending the program.
 
-        Otherwise, the thread could wait for other members while they wait for this one.
+        Otherwise, the thread could wait for other members while those wait for this member.
         """
         if hasattr(sys, "last_value"):
             with contextlib.suppress(ReferenceError):
@@ -177,7 +178,7 @@ class Starting:
     def _settle(self, timeout: float | None = None) -> float | None:
         """Wait for all operations that were started before, and return the remaining seconds.
 
-        The wait keeps a member's operations in order.
+        This wait keeps a member's operations in order.
         """
         if self._later is None:
             return timeout

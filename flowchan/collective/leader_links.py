@@ -62,12 +62,12 @@ _BETWEEN_HOSTS = {
 
 
 def whole(hosts: int) -> int:
-    """Return the maximum size in bytes of arrays that leaders of this many hosts exchange whole."""
+    """Return the size in bytes up to which the leaders of this number of hosts exchange arrays whole."""
     return WHOLE_OF_TWO if hosts == 2 else WHOLE
 
 
 def shown(operation: str, size: int | None, hosts: int) -> str:
-    """Describe what leaders exchange when they use no tree.
+    """Describe what each leader sends to the others in an operation without a tree.
 
     ``size`` is the array's size in bytes, or None for other values.
     """
@@ -122,7 +122,8 @@ class Links(Connections):
     def combine(self, call: Call, total: Any, op: str, remaining: RemainingTime) -> None:
         """Combine ``total``, this host's result, with the results of the other hosts, in place.
 
-        Leaders exchange small arrays whole; each leader combines one slice of a large array for all.
+        Leaders exchange small arrays as a whole. If an array is large, each leader combines one slice for all
+        leaders.
         """
         flat, size = total.reshape(-1), int(total.nbytes)
         if size <= whole(len(self.sockets) + 1):
@@ -178,7 +179,7 @@ class Links(Connections):
         return memory if tree.root == self.host else found[tree.parent[self.host]]
 
     def tree(self, root: int, small: bool = False) -> Tree:
-        """Return the tree with this root for small or large messages; all leaders get the same one."""
+        """Return the tree with this root for small or large messages. All leaders get the same tree."""
         if (root, small) not in self._trees:
             self._trees[root, small] = trees.grown(len(self.sockets) + 1, root, self._table, small)
         return self._trees[root, small]
@@ -261,7 +262,7 @@ class Links(Connections):
                 raise
 
     def _report_death(self, step: ExchangeStep, error: MemberDied) -> None:
-        """Tell the other leaders which leader died, so that they do not report this one as dead."""
+        """Tell the other leaders which leader died, so that they do not report this leader as dead."""
         word = LeaderPeer(step.call, [dumps(error)], FAILED)
         for host, peer in step.peers.items():
             if not peer.is_partially_sent:
@@ -270,7 +271,7 @@ class Links(Connections):
         self.close()
 
     def ended(self) -> int | None:
-        """Return a host whose leader will not take part in the next step; None if there is none.
+        """Return a host whose leader will not take part in the next step, or None if all will.
 
         Call this only between two steps.
         """

@@ -5,8 +5,8 @@ leaders are connected.
 
 An operation runs within the nodes, then once between the leaders, and then within the nodes again. Each node
 combines arrays in rank order. Each leader then combines the nodes' results in host order, so all members get
-identical bits. Data from one member to all, or from all to one, flows along a tree. A leader reports failures
-on other hosts to its node, and its node's failures to the other leaders.
+identical bits. Data from one member to all, or from all to one, is sent along a tree. A leader reports
+failures on other hosts to its node, and its node's failures to the other leaders.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class LinkedGroup(Group):
         self._remote.close(wait=False)
 
     def _disbanding(self) -> Callable[[], None]:
-        """Return a function that lets one thread end the group while another thread uses it."""
+        """Return a function with which one thread can end the group while another thread uses the group."""
         local_plan, links = self._node._disbanding(), self._links
 
         def disband() -> None:
@@ -391,8 +391,8 @@ class LinkedGroup(Group):
         """Run a step in the node. If it fails, the leader reports the error to the other hosts.
 
         If the ``first`` step finds that members made different calls, the group stays usable. In a later
-        step, other hosts have already completed the operation. Messages could no longer be matched to
-        operations, so the group fails.
+        step, other hosts may have completed the operation. The group then fails, because messages could no
+        longer be matched to operations.
         """
         if self._failure is not None:
             raise self._failed_before(call[0]) from self._failure
@@ -447,9 +447,9 @@ class LinkedGroup(Group):
         return self._node._has_lost_any() or (self._links is not None and self._links.ended() is not None)
 
     def _cut_off(self, call: str) -> None:
-        """Make the node give up if another host has closed its connection.
+        """Make the members on this host give up if another host has closed its connection.
 
-        Only the leader notices this, so it gives up for all members on its host.
+        Only the leader notices this. The leader therefore gives up for all members on its host.
         """
         host = None if self._links is None else self._links.ended()
         if self._links is not None and host is not None:

@@ -2,9 +2,9 @@
 
 Every member has a listening thread. ``send`` puts a message into a channel. A thread connects to the receiver
 and forwards the message, and a thread of the receiver puts it into the channel that ``receive`` reads. A
-sender therefore waits for the receiver only while both channels are full.
+sender therefore waits only while both channels are full.
 
-A member *watches* a peer from which it expects a first message. A watching connection carries only one
+A member *watches* a peer from which it expects a first message. A connection for watching carries only one
 message: the notice that the peer is leaving.
 """
 
@@ -227,7 +227,7 @@ class RemotePeer:
             raise
 
     def _send_now(self, data: bytes) -> bool:
-        """Send as many bytes as the kernel accepts at once, and leave the rest to the thread.
+        """Send as many bytes as the kernel accepts without waiting. The peer's thread sends the rest later.
 
         Return whether the kernel accepted any bytes.
         """
@@ -346,7 +346,7 @@ class RemotePeer:
                 time.sleep(LISTENER_INTERVAL_S)
 
     def receive_end(self) -> None:
-        """Record how a watched peer ended, once all its earlier connections have been accepted."""
+        """Record how a watched peer ended, after all of its earlier connections have been accepted."""
         watch, self.watch, self.was_refused = self.watch, None, False
         how = DIED if watch is not None else UNKNOWN
         if watch is not None:
@@ -379,7 +379,7 @@ class RemotePeer:
         return take(self._again, channel, timeout, lambda message: use(loads(message)))
 
     def receive_no_more(self) -> None:
-        """End calls that wait for a message, and drop later messages, so that their sender can end."""
+        """End calls that wait for a message. Drop later messages, so that their sender need not wait."""
         self._receives_no_more = True
         self._in.abort()
 
@@ -395,7 +395,7 @@ class RemotePeer:
         return bool(self._ended)
 
     def has_left(self) -> bool:
-        """Return whether the peer left, or was already gone when this member first connected."""
+        """Return whether the peer left the group, or was already gone when this member first connected."""
         return self._ended in (LEFT, UNKNOWN)
 
     def death_error(self, call: str) -> GroupError:

@@ -74,8 +74,8 @@ _unused: weakref.WeakSet[SharedGroup] = weakref.WeakSet()
 class SharedGroup(_core.Group, Group):
     """Member of a group on one host.
 
-    ``_ranks`` lists the ranks to show in messages. If this group is a node of a larger group, they differ
-    from the core's ranks.
+    ``_ranks`` lists the ranks to show in messages. If this group is a node of a larger group, these ranks
+    differ from the core's ranks.
     """
 
     def __init__(self, fd: int, rank: int, name: str = "") -> None:
@@ -144,7 +144,7 @@ class SharedGroup(_core.Group, Group):
         return Overseer(os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def _disbanding(self) -> Callable[[], None]:
-        """Return a function that ends the group while another thread is using it.
+        """Return a function with which one thread can end the group while another thread uses the group.
 
         Calls in that thread then raise :class:`MemberDied`.
         """
@@ -224,7 +224,7 @@ class SharedGroup(_core.Group, Group):
         raise self._failed_before(call) from self._failure
 
     def _stalled(self, doing: int, seconds: float) -> None:
-        """Log once which members an operation waits for."""
+        """Log a warning that names the members for which an operation has been waiting."""
         log.warning(
             "%s of %s has been waiting %.0f s for these members: %s",
             NAMES[doing],
@@ -256,7 +256,7 @@ class SharedGroup(_core.Group, Group):
             self._hold()
 
     def _let_go(self) -> bool:
-        """Replace this member's descriptor with one without the lock, and return False if the system refuses.
+        """Replace this member's descriptor with an unlocked one. Return False if the system refuses.
 
         The locked descriptor is never mapped, because a memory mapping would keep the lock.
         """
@@ -336,7 +336,7 @@ class Overseer:
         self._group = _core.Group(fd, 0)
 
     def count_out(self, rank: int) -> None:
-        """Report that a member's process has ended.
+        """Tell the group that a member's process has ended.
 
         If the member never joined, the other members stop waiting for it.
         """
@@ -370,7 +370,7 @@ def _arrive(handle: Inherited | Sent | Borrowed, rank: int, name: str) -> Shared
 def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> SharedGroup | None:
     """Form a group of ``members`` in shared memory.
 
-    All processes that ``gather`` connects must call this.
+    All processes that ``gather`` connects must call this function.
 
     Args:
         gather: Exchanges a value with all these processes.

@@ -2,8 +2,8 @@
 
 The first message from one member to another creates a channel, which also carries all later messages. On one
 host, the sender publishes the channel in the group's memory, and the receiver opens it there. Between hosts,
-a connection joins two channels (``messages_remote.py``). To the receiver, both are ordinary channels, so it
-can wait for all other members at once.
+a connection joins two channels (``messages_remote.py``). In both cases, the receiver reads an ordinary
+channel, and can therefore wait for all other members at once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Peer(Protocol):
         """Return whether the peer's channel will get no more messages."""
 
     def has_left(self) -> bool:
-        """Return whether a peer that is gone is known to have left the group."""
+        """Return whether this member knows that a peer which is gone has left the group."""
 
     def death_error(self, call: str) -> GroupError:
         """Return the error for a call with a peer that is gone."""
@@ -94,7 +94,7 @@ class ReceiveHandle(Handle):
         append_result(self._found, self._use, x)
 
     def forget(self) -> None:
-        """Wait for the value again, after an interrupted call has put it back."""
+        """Forget a received value that an interrupted call has put back, and wait for the value again."""
         self._found.clear()
 
 
@@ -211,7 +211,7 @@ class Messages:
                 raise TimeoutError(f"receive_any: no member sent anything to rank {self._rank} in time")
 
     def _opened(self, peers: dict[int, Peer]) -> dict[int, Any]:
-        """Return the channels of the peers that have one."""
+        """Return the channels that peers have opened to this member so far."""
         channels = {}
         for rank, peer in peers.items():
             with contextlib.suppress(MemberDied):
@@ -222,7 +222,7 @@ class Messages:
     def _from_one(
         self, channels: dict[int, Any], local: set[int], wait: float | None
     ) -> tuple[Any, int] | None:
-        """Return a message from any of the channels, or wait until a channel of ``local`` contains one."""
+        """Return a message from any of the channels, or wait for a message in a channel of ``local``."""
         for rank in _random.sample(list(channels), len(channels)):
             # Do not use a ``with`` block: its exit is a call, and the message would be lost if Ctrl-C
             # interrupted that call.
@@ -302,7 +302,7 @@ class LocalPeers:
         return self._known.setdefault(index, SameHostPeer(self._member, index))
 
     def close(self, wait: bool = True) -> None:
-        """Close the channels, once live receivers have opened theirs."""
+        """Close the channels, after all live receivers have opened them."""
         for peer in [*self._known.values()]:
             peer.close(wait)
 
@@ -349,8 +349,8 @@ class SameHostPeer:
     def _put_unfound(self, port: Out[Any], x: Any, timeout: float | None) -> None:
         """Put a message for a receiver that has not opened the channel yet.
 
-        If such a receiver ends, the channel does not break, so the receiver's state is checked here. If the
-        channel is full, wait until the receiver opens it, because each new attempt would serialise the
+        If such a receiver ends, the channel does not break. The receiver's state is therefore checked here.
+        If the channel is full, wait until the receiver opens it, because each new attempt would serialise the
         message again.
         """
         remaining = countdown(timeout)

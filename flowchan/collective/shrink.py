@@ -1,9 +1,9 @@
 """Shrink a group on one host to its surviving members.
 
 Each survivor publishes that it has arrived, and waits for an offer. When all have arrived, the survivor with
-the lowest rank creates the memory of a new group and offers it to the other survivors. The members of the new
-group then complete one round in it, so they agree that it is valid. If another member dies before that round
-ends, the survivors try again.
+the lowest rank creates the memory of a new group and offers it to the other survivors. The members then
+complete one round in the new group, so that all of them agree that it is valid. If another member dies before
+that round ends, the survivors try again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Shrinking(Generic[M]):
     def run(self) -> M:
         """Form the new group and close the old one.
 
-        If this member gives up or is interrupted, the other members treat it like one that has left.
+        If this member gives up or is interrupted, the other members treat it like a member that has left.
         """
         old = self._old
         *_, over = old._see(old.rank)

@@ -2,11 +2,11 @@
 
 On the first operation that uses a backend, the members create it together; torch's own groups are not
 affected. Each operation begins and ends with a round of the group. The first round detects mismatched calls.
-The last round finds lost members, and raises one member's error on all of them. After it, either all members
-return, or all raise.
+The last round finds lost members, and raises one member's error on all of them. After the last round, either
+all members return, or all raise.
 
-A member that fails destroys its backend before the last round. The other members then find its connections
-closed and do not wait for it. Creating a backend has a time limit.
+A member that fails destroys its backend before the last round. The other members then find the connections
+closed and stop waiting. The creation of a backend has a time limit.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class TorchAlgorithm:
         self._judge(exchange(word), doing, failed)
 
     def _failure_of(self, act: Callable[[], None], doing: int) -> Exception | None:
-        """Run ``act``. If it raises, end the backend and return the exception."""
+        """Run ``act``. If ``act`` raises, end the backend and return the exception."""
         try:
             act()
         except unless_interrupted(Exception) as error:  # any type, because torch raises many
@@ -317,7 +317,7 @@ class TorchAlgorithm:
         self._backend = made.result()
 
     def _finish(self, work: Any, device: torch.device, remaining: RemainingTime) -> None:
-        """Wait for an operation. An NCCL operation has ended when the device has run it."""
+        """Wait for an operation. An NCCL operation ends only when the device has run the operation."""
         pause = 1e-5
 
         def ended(seconds: float) -> bool:
@@ -352,7 +352,7 @@ class TorchAlgorithm:
         """Destroy the backend.
 
         If ``stuck`` is true, an operation is still running. NCCL can abort the operation. The destructors of
-        other backends would wait for it, so these backends are kept until the process ends.
+        other backends would wait for the operation, so that these backends are kept until the process ends.
         """
         abort = getattr(self._backend, "abort", None) if self.name == "nccl" else None
         if abort is not None:
@@ -363,7 +363,7 @@ class TorchAlgorithm:
 
 
 def _tensor(x: Any) -> torch.Tensor:
-    """Return a tensor that shares the memory of ``x``; a copy if that memory is read-only."""
+    """Return a tensor that shares the memory of ``x``, or a copy if that memory is read-only."""
     if isinstance(x, torch.Tensor):
         return x
     found: torch.Tensor = torch.from_numpy(x if x.flags.writeable else x.copy())

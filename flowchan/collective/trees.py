@@ -1,4 +1,4 @@
-"""Compute the trees along which data flows from one host to all hosts, or from all hosts to one.
+"""Compute the trees through which one host sends data to all hosts, or all hosts send data to one.
 
 When the hosts' leaders have connected, each pair measures how long it takes to send one byte and
 ``REFERENCE`` bytes. The greedy rule "earliest completion first" builds a tree from these times. The rule is
@@ -64,12 +64,12 @@ Table = dict[tuple[int, int], Times]
 
 
 def times_between(quick: float, large: float) -> Times:
-    """Compute a connection's times from how long one byte and ``REFERENCE`` bytes took, in seconds."""
+    """Compute a connection's times from the seconds that one byte and ``REFERENCE`` bytes took."""
     return Times(quick, max(large - quick, 1e-6))
 
 
 def least(exchanges: Sequence[float]) -> float:
-    """Return the shortest exchange time, given the times of consecutive exchanges.
+    """Return the shortest duration of an exchange, given the durations of consecutive exchanges.
 
     If one side starts later, the data of every second exchange has already arrived there. That side then
     waits twice as long in the next exchange. Consecutive exchanges are therefore averaged in pairs.
@@ -78,19 +78,19 @@ def least(exchanges: Sequence[float]) -> float:
 
 
 def alike(hosts: int) -> Table:
-    """Return equal times for all pairs, for use before any measurement."""
+    """Return the same times for all pairs of hosts, for use before any measurement."""
     return {(low, high): Times(LEAST, LEAST) for high in range(hosts) for low in range(high)}
 
 
 def grown(hosts: int, root: int, table: Table, small: bool = False) -> Tree:
-    """Build the tree with this ``root``.
+    """Build the tree with this ``root`` from the times between the hosts.
 
     The message that would arrive first is sent next. A message over a faster connection is preferred if it
-    arrives at most ``HARDLY`` times as late, because slow connections often share a wire. If ``small`` is
-    true, sending counts as instantaneous.
+    takes at most ``HARDLY`` times as long, because slow connections often share a wire. If ``small`` is true,
+    sending counts as instantaneous.
 
-    Times are rounded to powers of two, at least ``LEAST``. If several senders are equal, the message comes
-    from the one that was reached first. Measurement noise therefore does not change the tree.
+    Times are rounded to powers of two, at least ``LEAST``. If several senders are equal, the sender that was
+    reached first sends the message. Measurement noise therefore does not change the tree.
     """
     tree = Tree(root, {}, {host: [] for host in range(hosts)})
     free_at = {root: 0.0}
@@ -148,7 +148,7 @@ def packed(measured: dict[int, Times], hosts: int) -> bytes:
 def table_of(rows: dict[int, bytes]) -> Table:
     """Combine the measurements of all hosts.
 
-    The two ends of a connection measure different times, of which the longer counts.
+    The two ends of a connection measure different times. The longer time counts.
     """
     times = {host: [Times(*one) for one in _TIMES.iter_unpack(row)] for host, row in rows.items()}
     return {

@@ -109,7 +109,7 @@ def element_type(kind: Any) -> Any:
 
 
 def listed(item: Any) -> Any:
-    """Return the type of a list of such items, such as ``list[int]``."""
+    """Return the type of a list of items of this type, such as ``list[int]``."""
     return list if item is None else types.GenericAlias(list, (item,))
 
 
@@ -131,7 +131,7 @@ def ports_of(function: Callable[..., Any]) -> tuple[Port, ...]:
 
 
 def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
-    """Return the name and class of the parameter that receives the worker's group membership.
+    """Return the name and the class of the parameter that receives the worker's group.
 
     The parameter's annotation is the class, for example ``flowchan.collective.Group``.
     """
@@ -145,7 +145,7 @@ def group_parameter(function: Callable[..., Any]) -> tuple[str, Any] | None:
 def known(annotation: Any) -> Any:
     """Return the annotation if it names the type of a value, or ``None`` otherwise.
 
-    Only classes, generic types and unions do so.
+    Only classes, generic types and unions name the type of a value.
     """
     if annotation is None:
         return type(None)
@@ -158,7 +158,7 @@ def known(annotation: Any) -> Any:
 def type_name(kind: Any) -> str:
     """Return the name of a type as a user would write it in code, such as ``list[str]``.
 
-    Error messages and pictures show this name. It contains no module names.
+    Error messages and pictures show this name, which contains no module names.
     """
     if kind is ...:
         return "..."

@@ -1,4 +1,4 @@
-"""Declare stages whose number of workers follows the load: ``workers="auto"`` or ``auto(most=8)``."""
+"""Declare stages whose number of workers adapts to the load: ``workers="auto"`` or ``auto(most=8)``."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class AutoWorkers:
 def auto(most: int | None = None) -> AutoWorkers:
     """Let the run choose how many workers a stage has, up to a maximum.
 
-    The stage starts with one worker. While the graph runs, it gains workers when it is the bottleneck, and
-    loses workers that have little to do. If several stages share one object, ``most`` limits their total
+    The stage starts with one worker. While the graph runs, the stage gains workers when it is the bottleneck,
+    and loses workers that have little to do. If several stages share one object, ``most`` limits their total
     number of workers.
 
     Args:

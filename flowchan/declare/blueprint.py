@@ -54,19 +54,19 @@ class Blueprint(General):
         """Declare a stage that emits the elements of an iterable.
 
         Args:
-            items: Iterable, or a callable that returns one. The callable may be an async generator function.
-                It is called when the graph runs; checking or drawing the graph does not open anything.
+            items: Iterable, or a callable that returns an iterable. The callable may be an async generator
+                function. The run calls the callable; checking or drawing the graph does not call it.
             *args: Positional arguments for the callable.
             name: Name of the stage (default: the name of the callable, or ``"source"``).
             on: Placement of the worker: ``"thread"`` (default), ``"process"``, ``"hosts"`` or a pool of
                 hosts.
             capacity: Capacity of the output channel in items (default: 64).
-            restarts: Maximum number of dead worker processes replaced within 60 seconds of work (default:
-                10).
-            restartable: True if a second iteration yields the same elements (default: False). If so, a dead
-                worker process is replaced, and the replacement skips the elements already emitted.
-            gpus: Number of GPUs reserved for the worker; below 1, a share of one GPU (default: 0). Requires a
-                worker process.
+            restarts: Maximum number of dead worker processes that are replaced within 60 seconds of work
+                (default: 10).
+            restartable: True if a second iteration yields the same elements (default: False). A dead worker
+                process is then replaced, and the replacement skips the elements already emitted.
+            gpus: Number of GPUs reserved for the worker (default: 0). A number below 1 is a share of one GPU.
+                Requires a worker process.
             **kwargs: Keyword arguments for the callable.
 
         Returns:
@@ -154,11 +154,12 @@ class Blueprint(General):
     def broadcast(self, initial: T) -> Broadcast[T]:
         """Create a value that all workers read and that the program can change while the graph runs.
 
-        Workers in threads and processes of this machine can read it. A graph with such a value cannot have
-        stages on hosts.
+        Workers in threads and processes of this machine can read the value. A graph with such a value cannot
+        have stages on hosts.
 
         Args:
-            initial: The first version of the value. It must be picklable if the graph has worker processes.
+            initial: The first version of the value, which must be picklable if the graph has worker
+                processes.
 
         Returns:
             The value, with the methods ``get()`` and ``set(value)``.
@@ -213,9 +214,9 @@ class Blueprint(General):
     def feedback(self, name: str = "feedback") -> Feedback[Any]:
         """Declare a stream whose writer is declared later, to form a loop.
 
-        Only a stage with ports can read the stream. No source ends a loop, so one of its stages must return
-        when the work is done. The run then closes the outputs of this stage, which ends the inputs of the
-        others.
+        Only a stage with ports can read the stream. The end of a source does not end a loop. One of the
+        loop's stages must therefore return when the work is done. The run then closes the outputs of this
+        stage, which ends the inputs of the other stages.
 
         Args:
             name: Name of the loop in messages (default: ``"feedback"``).
@@ -262,7 +263,7 @@ class Blueprint(General):
 
         Raises:
             TypeError: An argument has the wrong type, or its name is unknown.
-            ValueError: No stage reads a channel with this name, or not all workers share the channel. The
+            ValueError: No stage reads a channel with this name, or not all workers share the channel. Or the
                 path cannot be written, or a limit is out of range.
 
         Example:

@@ -1,4 +1,4 @@
-"""Define values that the program changes while workers read them: ``graph.broadcast(initial)``.
+"""Define values that the program can change while workers read them: ``graph.broadcast(initial)``.
 
 The program keeps a broadcast value as a plain attribute. Each worker process reads it from shared memory
 (``items/latest_value.py``).
@@ -27,10 +27,11 @@ user's module again, the key stays the same."""
 class Broadcast(Generic[T]):
     """Value that the program sets and all workers of a graph read.
 
-    Create one with :meth:`Graph.broadcast`. Refer to it in a stage's function, or pass it as an argument.
+    Create a value with :meth:`Graph.broadcast`. Refer to it in a stage's function, or pass it as an argument.
 
     Only the program can set the value, from its own code or from stages on threads. A stage in another
-    process can put the new value into a stream that ends in a ``sink`` on a thread, which sets it.
+    process can put the new value into a stream. A ``sink`` on a thread, at the end of that stream, can then
+    set the value.
 
     While a stage's function processes one item, all its reads return the same version. The next call, or a
     retry, reads the current version. Sources and stages with ports have no call per item, so each of their
@@ -82,7 +83,7 @@ class Broadcast(Generic[T]):
 
     @property
     def version(self) -> int:
-        """Number of the current version: 0 for the initial value, then one more for each :meth:`set`."""
+        """Number of the current version: 0 for the initial value, and one more after each :meth:`set`."""
         return self._read().version
 
     def read(self) -> tuple[T, int]:
@@ -110,7 +111,7 @@ class Broadcast(Generic[T]):
         function returns. If this method raises, the value does not change.
 
         Args:
-            value: The new value. It must be picklable if the graph has worker processes.
+            value: The new value, which must be picklable if the graph has worker processes.
 
         Returns:
             The version of the new value.
@@ -162,7 +163,7 @@ class Broadcast(Generic[T]):
     def _is_own(self) -> bool:
         """Return whether this process is the program that owns the value.
 
-        If a worker itself runs a graph, the worker owns the values of that graph.
+        If the code of a worker runs another graph, the worker owns the values of that graph.
         """
         return _readers is None or (self._pid == os.getpid() and self._key not in _readers)
 
@@ -201,7 +202,7 @@ _readers: dict[Key, tuple[bytes, LatestValueReader]] | None = None  # None in th
 
 
 def begin_reading(values: Iterable[Broadcast[Any]]) -> None:
-    """Make a graph's values readable in this worker process before any user code is loaded."""
+    """Make a graph's broadcast values readable in this worker process before any user code is loaded."""
     global _readers
     _readers = {
         value._key: (value._id, value._shared.opened()) for value in values if value._shared is not None
@@ -209,7 +210,7 @@ def begin_reading(values: Iterable[Broadcast[Any]]) -> None:
 
 
 def pinning(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` so that each call sees one version of each value throughout."""
+    """Wrap ``function`` so that a call sees the same version of each value until it returns."""
     pins: dict[Broadcast[Any], Versioned] = {}
     _pins.set(pins)
 

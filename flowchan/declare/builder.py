@@ -172,7 +172,8 @@ class Builder:
     def _add(self, stage: Stage) -> None:
         """Append a stage to the list.
 
-        If the name is taken, it keeps referring to the first stage, and ``check`` reports the duplicate.
+        If the name is already taken, the name still refers to the first stage, and ``check`` reports the
+        duplicate.
         """
         index = len(self._stages)
         self._stages.append(stage)
@@ -198,7 +199,7 @@ class Builder:
         return self._stages[self._by_port[origin]]
 
     def _without_stage(self) -> Origin:
-        """Return a new origin for a stream that no stage of this graph writes yet."""
+        """Return a new placeholder origin for a stream that no stage of this graph writes yet."""
         return Origin("", str(len(self._loops) + len(self._foreign_streams)))
 
     def _leads_back(self, name: str) -> Origin:
@@ -301,7 +302,7 @@ class Builder:
         self._edges = None
 
     def _free_name(self, base: str) -> str:
-        """Return ``base``, or ``base-2``, ``base-3``, … if that name is taken."""
+        """Return ``base`` or, if that name is taken, the first free name of ``base-2``, ``base-3``, …."""
         name = base
         while name in self._by_name:
             self._last_number[base] = self._last_number.get(base, 1) + 1

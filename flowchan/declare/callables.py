@@ -40,7 +40,7 @@ def is_callable_class(function: Any) -> bool:
 
 
 def class_with_state(function: Any) -> str:
-    """Return the name of the callable object's class if the object can hold state between items.
+    """Return the name of a callable object's class if the object can hold state between items.
 
     Return an empty string for a function, a frozen dataclass, or a callable from native code or flowchan.
     """

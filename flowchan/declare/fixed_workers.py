@@ -7,13 +7,14 @@ from flowchan.declare.values import Stage
 
 
 def fixed_workers(stage: Stage) -> str:
-    """Explain why the number of a stage's workers cannot change during a run.
+    """Explain why a stage's number of workers cannot change during a run.
 
     Args:
         stage: A stage of the graph.
 
     Returns:
-        A description of the stage, such as "a map on hosts". It is empty if the number can change.
+        A description of the stage, such as "a map on hosts". The description is empty if the number can
+        change.
     """
     if not stage.operator.per_item:
         return f"a {stage.kind}"

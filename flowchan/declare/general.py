@@ -1,7 +1,7 @@
 """Declare a general stage: a function with ports.
 
 Type checkers infer the types of the resulting streams from the output ports in the function's signature. This
-works for up to three outputs, if they are the last parameters or follow at most two other parameters.
+works for up to three output ports that are the last parameters or follow at most two other parameters.
 Otherwise, the result has the type ``Any``.
 """
 
@@ -156,27 +156,30 @@ class General(Builder):
                     or a pool.
                 workers (int): Number of workers (default: 1).
                 capacity (int): Capacity of each output channel in items (default: 64).
-                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
-                restartable (bool): True if the function keeps no state between items, so a dead worker
+                restarts (int): Maximum number of dead workers that are replaced in 60 s of work (default:
+                    10).
+                restartable (bool): True if the function keeps no state between items, so that a dead worker
                     process can be replaced (default: False).
                 elastic (bool): For a gang: restart only the dead worker (default: False; implies
-                ``restartable``). The other workers keep their processes. Their function is called twice more:
-                first with the group of survivors, then with the complete group.
-                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
+                    ``restartable``). The other workers keep their processes. Their function is then called
+                    twice: first with the group of survivors, and later with the complete group.
+                gpus (float): Number of GPUs per worker process (default: 0). A number below 1 is a share of
+                    one GPU.
                 per_worker (str or tuple): Name of an ``In`` parameter, or a tuple of names (default: none).
-                    Its items are pairs ``(worker, item)``, and each goes to the worker with that number,
-                    counted from 1.
+                    The items of such an input are pairs ``(worker, item)``. Each goes to the worker with that
+                    number, counted from 1.
 
         Returns:
-            ``None`` without an ``Out`` parameter, a stream for one, and a tuple of streams for several.
+            ``None`` without ``Out`` parameters, a stream for one ``Out`` parameter, and a tuple of streams
+            for several.
 
         Raises:
             TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.
             ValueError: An option is out of range, or does not fit the function.
 
         If a parameter is annotated with ``flowchan.collective.Group``, the workers form a gang: they start
-        together, and each receives its membership. If one worker dies and the stage is restartable, all of
-        them restart, each with its unfinished items.
+        together, and each receives its membership. If a worker dies and the stage is restartable, all workers
+        restart, each with its unfinished items.
 
         Example:
             >>> from flowchan import Graph, In, Out

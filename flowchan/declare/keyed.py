@@ -1,9 +1,9 @@
 """Declare keyed stages, which send items with equal keys to the same worker or to a few workers.
 
-A keyed stage with several workers is declared as two stages. The first, ``route``, runs on a thread of the
-program. It calls the key function and puts each item into one worker's channel. The second stage reads these
-channels, one per worker. Items keep the numbers that ``route`` gave them, so the outputs of the workers can
-be merged in stream order.
+A keyed stage with several workers is declared as two stages. The first stage, ``route``, runs on a thread of
+the program. ``route`` calls the key function, and puts each item into one worker's channel. The second stage
+reads these channels, one per worker. Items keep the numbers that ``route`` gave them, so the outputs of the
+workers can be merged in stream order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Key = Callable[[Any], Hashable]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keyed:
-    """Separates the keyed options of a stage from its other options, ``rest``."""
+    """Holds the keyed options of a stage apart from its other options, ``rest``."""
 
     rest: Mapping[str, Any]
     key: Key | None = None
@@ -88,7 +88,7 @@ def keyed_stage(
     own: Mapping[str, Any],
     outputs: Sequence[tuple[str, Any]],
 ) -> Stage:
-    """Declare a stage that processes items by key if its options say so.
+    """Declare a stage with or without keys, as its options require.
 
     Args:
         graph: Graph to add the stage to.

@@ -1,7 +1,7 @@
 """Define the properties of each operator in one table.
 
-Checks, plans, runs, reports and pictures read the table, so they never compare operator names. To add an
-operator, add a row here, a body (see ``flowchan/run/worker/operator_loops.py``), and a ``Stream`` method.
+Checks, plans, runs, reports and pictures read the table, so that they never compare operator names. To add an
+operator, add a row here, a loop (see ``flowchan/run/worker/operator_loops.py``), and a ``Stream`` method.
 """
 
 from __future__ import annotations
@@ -106,15 +106,15 @@ class Operator:
 
     @property
     def outside(self) -> bool:
-        """Return whether the program itself puts the items, so the operator has no worker."""
+        """Return whether the program itself puts the items. The operator then has no worker."""
         return not self.body
 
     def run(self) -> Callable[..., Any]:
-        """Import and return the body."""
+        """Import and return the operator's loop."""
         return pkgutil.resolve_name(self.body)  # type: ignore[no-any-return]
 
     def run_async(self) -> Callable[..., Any]:
-        """Import and return the body for an ``async def`` function."""
+        """Import and return the operator's loop for an ``async def`` function."""
         return pkgutil.resolve_name(self.async_body)  # type: ignore[no-any-return]
 
 

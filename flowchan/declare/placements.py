@@ -26,8 +26,8 @@ class Placement:
         hosts: Names of the hosts that run the workers; empty for this machine.
         shares: Relative number of workers on each host; empty for equal numbers.
         by_worker: Host of each worker, in order; empty if the run chooses the hosts.
-        nowhere: True for ``on="hosts"`` until the run learns its hosts.
-        missing: Reason why this machine cannot determine the hosts, which is an error only when the graph
+        nowhere: True for ``on="hosts"`` as long as the hosts have not been chosen.
+        missing: Reason why this machine cannot determine the hosts. This is an error only when the graph
             runs.
     """
 
@@ -44,7 +44,7 @@ class Placement:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether the workers run on other hosts, even if these are not known yet."""
+        """Return whether the workers run on other hosts, even if these hosts are not known yet."""
         return bool(self.hosts or self.nowhere or self.missing)
 
     def weights(self) -> Mapping[str, int]:
@@ -63,7 +63,7 @@ class Placement:
         return PROCESSES if self.own_process or other.own_process else THREADS
 
     def has_same_host(self, other: Placement) -> bool:
-        """Return whether the same part of a crew can run the workers of both placements.
+        """Return whether one part of a crew can run the workers of both placements.
 
         For two placements of this class, this is true if neither has hosts.
         """
@@ -83,7 +83,7 @@ PlacementOption = Literal["thread", "process", "hosts"] | Placement
 
 
 def placement_argument(call: str, value: Any) -> Placement:
-    """Return the placement that the option ``on`` selects by object or by word."""
+    """Return the placement that the option ``on`` gives as an object or as a word."""
     if isinstance(value, Placement):
         return value
     placement = PLACEMENTS.get(value) if isinstance(value, str) else None

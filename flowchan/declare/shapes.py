@@ -40,7 +40,7 @@ class SourceObject(Protocol[B_co]):
 
 
 class Bound(Protocol[B_co]):
-    """Partial of a callable that returns a ``B``, as ``functools.partial`` creates it."""
+    """Object that ``functools.partial`` creates from a callable that returns a ``B``."""
 
     @property
     def func(self) -> Callable[..., B_co]:

@@ -1,8 +1,8 @@
 """Define streams: handles of output channels, whose methods declare the next stage.
 
-Declaring a stage does not run anything. Each method adds one frozen ``Stage`` to the graph and returns the
-handle of its output. An invalid argument raises ``TypeError`` or ``ValueError`` at the user's line. ``check``
-reports errors that only the whole graph reveals.
+The declaration of a stage does not run anything. Each method adds a frozen ``Stage`` to the graph, and
+returns the handle of the stage's output. An invalid argument raises ``TypeError`` or ``ValueError`` at the
+user's line. ``check`` reports errors that can be found only in the whole graph.
 """
 
 from __future__ import annotations
@@ -106,19 +106,22 @@ class Stream(StreamEnd[T_co]):
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
                     for the hosts of ``flowchan run --hosts``, or a pool of hosts from ``flowchan.hosts``.
                 workers (int or "auto"): Number of workers (default: 1); see :func:`~flowchan.auto`.
-                ordered (bool): Whether several workers keep the order of the input (default: True).
+                ordered (bool): Whether the outputs of several workers keep the order of the input (default:
+                    True).
                 capacity (int): Capacity of the output channel in items (default: 64).
                 retries (int): Number of times that an item is retried if the function raises (default: 0).
                 retry_delay (float): Seconds before each retry (default: 0).
-                retry_on (type or tuple): Exception types that trigger a retry (default: all).
+                retry_on (type or tuple): Exception types after which an item is retried (default: all).
                 timeout (float): Time limit for one item in seconds (default: none). An item that exceeds it
                     fails with ``TimeoutError``. Requires worker processes or an ``async def`` function.
                 rate (float): Maximum number of items that start per second, over all workers (default: no
-                    limit). The starts are evenly spaced, and each retry is a start.
+                    limit). The starts are evenly spaced, and each retry counts as a start.
                 share_instance (bool): Whether all coroutines share one instance of a class (default: False).
-                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
+                restarts (int): Maximum number of dead workers that are replaced in 60 s of work (default:
+                    10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
+                gpus (float): Number of GPUs per worker process (default: 0). A number below 1 is a share of
+                    one GPU.
                 key (function): Function that returns the key of an item (default: none). Items with equal
                     keys are processed one after another, in stream order.
                 concurrency_per_key (int): Maximum number of items of one key that run at once (default: 1).
@@ -189,8 +192,8 @@ class Stream(StreamEnd[T_co]):
         """Declare a stage that emits the items for which ``function(item)`` is true.
 
         Args:
-            function: Function with one parameter; an item passes if the result is true. It may be an
-                ``async def`` function or a class whose instances are called.
+            function: Function with one parameter, which may also be an ``async def`` function or a class
+                whose instances are called. An item passes if the result is true.
             **options: Keyword options of the stage, as for :meth:`map`.
 
         Returns:
@@ -311,8 +314,8 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             size: Number of items in a list, at least 1. The last list may be shorter.
-            timeout: Maximum seconds between the first item of a list and its emission; a list may then be
-                shorter (default: no limit).
+            timeout: Maximum seconds from the arrival of a list's first item until the list is emitted,
+                possibly with fewer items (default: no limit).
             **options: ``name`` (str) and ``capacity`` (lists, default: 64) of the stage.
 
         Returns:
@@ -339,7 +342,7 @@ class Stream(StreamEnd[T_co]):
     ) -> Tried[Window[T_co], T_co]:
         """Declare a stage that groups all items by key and emits the groups when the stream ends.
 
-        The program keeps all items in memory until then. To compute one total per key, ``map`` with
+        The program keeps all items in memory until the stream ends. For one total per key, a ``map`` with
         ``state=`` needs less memory.
 
         Args:
@@ -372,25 +375,26 @@ class Stream(StreamEnd[T_co]):
     ) -> Tried[Window[T_co], T_co]:  # fmt: skip
         """Declare a stage that groups items into windows, by count or by time.
 
-        A time window begins at a multiple of ``every`` and is emitted once it is over. With ``time``, a
-        window is over when an item is at least ``allowed_lateness`` later than its end. When the stream ends,
-        the remaining items are emitted in shorter windows. Every item is in some window, or it is late.
+        A time window begins at a multiple of ``every``, and is emitted when it is over. With ``time``, a
+        window is over when an item's time is at least ``allowed_lateness`` after the window's end. When the
+        stream ends, the remaining items are emitted in shorter windows. Every item is in at least one window,
+        or is late.
 
         Args:
             size: Number of items in a window, at least 1. Pass either ``size`` or ``seconds``.
             seconds: Length of a window in seconds.
-            every: Distance between the starts of two windows, in items or seconds, at most the length of a
-                window. The default is that length, so windows do not overlap.
+            every: Distance between the starts of two windows, in items or seconds. The distance is at most
+                the length of a window. The default is this length, with which windows do not overlap.
             key: Function that returns the key of an item. Each key then has separate windows (default: one
                 key for all items).
             time: Function that returns the time of an item in seconds (default: its arrival time).
-            allowed_lateness: How far an item may lag behind the latest one, in seconds (default: 0). An item
+            allowed_lateness: Seconds by which an item may lag behind the latest item (default: 0). An item
                 whose windows have all been emitted is late and fails with :class:`LateItem`.
             **options: ``name`` (str) and ``capacity`` (windows, default: 64) of the stage.
 
         Returns:
             The stream of :class:`Window` values. If a stage reads its :attr:`errors` stream, failed and late
-            items go there. Otherwise the first one ends the run.
+            items go there. Otherwise, the first such item ends the run.
 
         Raises:
             TypeError: Both or neither of ``size`` and ``seconds`` were passed, or an argument is wrong.
@@ -418,7 +422,7 @@ class Stream(StreamEnd[T_co]):
         other_time: Callable[[A], float] | None = None, allowed_lateness: float = 0.0,
         **options: Unpack[PlainOptions],
     ) -> Tried[tuple[T_co, A], T_co | A]:  # fmt: skip
-        """Declare a stage that pairs items from two streams if they have equal keys and close times.
+        """Declare a stage that pairs items from two streams if their keys are equal and their times close.
 
         An item without a partner is dropped. The order of the pairs depends on how the two streams
         interleave. Flink calls this an interval join.
@@ -430,13 +434,13 @@ class Stream(StreamEnd[T_co]):
             time: Function that returns the time of an item in seconds (default: its arrival time).
             other_key: Key function for the other stream (default: ``key``).
             other_time: Time function for the other stream (default: ``time``).
-            allowed_lateness: How far an item may lag behind the latest item of each stream, in seconds
-                (default: 0). An item that lags further behind both streams fails with :class:`LateItem`.
+            allowed_lateness: Seconds by which an item may lag behind the latest item of each stream (default:
+                0). An item that lags further behind both streams fails with :class:`LateItem`.
             **options: ``name`` (str) and ``capacity`` (pairs, default: 64) of the stage.
 
         Returns:
             The stream of pairs, with the item of this stream first. If a stage reads its :attr:`errors`
-            stream, failed and late items go there. Otherwise the first one ends the run.
+            stream, failed and late items go there. Otherwise, the first such item ends the run.
 
         Raises:
             TypeError: An argument has the wrong type, or its name is unknown.
@@ -594,18 +598,19 @@ class Stream(StreamEnd[T_co]):
     def allreduce(
         self, op: str | Function = "sum", to_workers: bool = False, **options: Unpack[PlainOptions]
     ) -> Stream[Any]:
-        """Declare a stage that combines the items of all workers of this stream's stage, round by round.
+        """Declare a stage that combines one item from each worker of this stream's stage in every round.
 
         Round k combines the k-th items of all workers that have one, in worker order. Nested values are
-        combined leaf by leaf in the program's process. Each worker has a separate channel, so ``ordered`` has
-        no effect. To combine several streams, use ``graph.merge(*streams).allreduce(op)``.
+        combined leaf by leaf in the program's process. Each worker has a separate channel. The option
+        ``ordered`` therefore has no effect. To combine several streams, use
+        ``graph.merge(*streams).allreduce(op)``.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
                 ``"xor"``, or a function that takes two values.
-            to_workers: Whether to send the result back to each worker that contributed (default: False). If
-                so, declare the stage that reads the results with ``per_worker=``. This may be a later stage
-                or, through a feedback, an earlier one.
+            to_workers: Whether to send the result back to each worker that contributed (default: False). In
+                this case, declare the stage that reads the results with ``per_worker=``. That stage may be a
+                later one or, through a feedback, an earlier one.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:
@@ -639,7 +644,8 @@ class Stream(StreamEnd[T_co]):
         If no stage reads this stream, the first failure ends the run.
 
         Raises:
-            AttributeError: The stage does not call a function for each item, so no item can fail.
+            AttributeError: The stage does not call a function for each item. None of its items can therefore
+                fail.
 
         Example:
             >>> from flowchan import Graph

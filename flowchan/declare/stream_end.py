@@ -33,8 +33,8 @@ class StreamEnd(StreamHandle[T_co]):
         If a worker dies, the side effect may happen twice for the item that it was processing.
 
         Args:
-            function: Function with one parameter; its result is ignored. It may be an ``async def`` function
-                or a class whose instances are called.
+            function: Function with one parameter, whose result is ignored. An ``async def`` function, or a
+                class whose instances are called, is also allowed.
             **options: Keyword options of :meth:`map`, except ``ordered`` and ``capacity``.
 
         Raises:

@@ -62,7 +62,7 @@ class StreamHandle(Generic[T_co]):
 
 
 def streams_argument(call: str, values: tuple[Any, ...]) -> tuple[StreamHandle[Any], ...]:
-    """Return the values if all of them are streams. Otherwise raise ``TypeError``."""
+    """Return the values, or raise ``TypeError`` unless all of them are streams."""
     for index, value in enumerate(values, 1):
         if not isinstance(value, StreamHandle):
             hint = f"; write {call}(*streams)" if isinstance(value, (list, tuple, set)) else ""

@@ -1,7 +1,8 @@
 """Define the frozen values of a declared graph.
 
-A declared graph is a list of :class:`Stage` values, from which the :class:`Edge` values are derived, one per
-channel. Checks, pictures and the supervisor read both. A stage can be sent to another process.
+A declared graph is a list of :class:`Stage` values. The :class:`Edge` values, one per channel, are derived
+from this list. Checks, pictures and the supervisor read stages and edges. A stage can be sent to another
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flowchan.errors import Where
 
 
 class DefaultNumber(int):
-    """Default value of an option. Its type distinguishes it from an equal number that the user passed."""
+    """Default number of an option, distinguished by its type from an equal number that the user passed."""
 
 
 DEFAULT_CAPACITY = 64
@@ -56,7 +57,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class ForeignStream:
-    """Names a stream and its graph if a stage of another graph reads the stream, which is an error."""
+    """Names a stream and its graph. A stage of another graph reads the stream, which is an error."""
 
     name: str
     graph: str
@@ -68,11 +69,11 @@ class Output:
     """Output port of one stage, with the settings of its channel.
 
     Attributes:
-        name: Name of the channel, unique in the graph. It is the stage's name if the stage has only one
+        name: Name of the channel, unique in the graph. The name is the stage's name if the stage has only one
             output, and ``stage.port`` otherwise. The error stream is called ``stage.errors``.
         port: Name of the port.
-        item: Annotated item type, or ``None`` if unknown. Only checks and pictures use it. It is not sent to
-            other processes, because it may not be picklable.
+        item: Annotated item type, or ``None`` if unknown. Only checks and pictures use the type. The type is
+            not sent to other processes, because it may not be picklable.
         capacity: Capacity of the channel in items.
         channel_per_worker: True if each worker has its own channel, named ``name worker``, because the reader
             distinguishes the workers.
@@ -94,10 +95,10 @@ class Gang:
 
     Attributes:
         parameter: Function parameter that receives the worker's membership.
-        group: Class of the group, for example ``flowchan.collective.Group``. Its ``_make_all(size, name)``
-            returns all memberships in a group on this machine. Its ``_membership(…)`` returns one membership
-            in a group that spans hosts.
-        elastic: True if the other workers continue while a dead one is replaced.
+        group: Class of the group, for example ``flowchan.collective.Group``. The method ``_make_all(size,
+            name)`` returns all memberships in a group on this machine. The method ``_membership(…)`` returns
+            one membership in a group that spans hosts.
+        elastic: True if the other workers continue while a dead worker is replaced.
     """
 
     parameter: str
@@ -160,7 +161,7 @@ class Stage:
 
     @property
     def begins(self) -> bool:
-        """Return whether no earlier stage feeds this one, so that the graph begins here."""
+        """Return whether the graph begins at this stage, because no earlier stage feeds it."""
         return len(self.inputs) == len(self.feedback)
 
     @property
@@ -180,7 +181,7 @@ class Stage:
 
     @property
     def output_per_worker(self) -> bool:
-        """Return whether each worker has its own channel, because a reader distinguishes the workers."""
+        """Return whether each worker writes its own channel, because a reader distinguishes the workers."""
         return any(output.channel_per_worker for output in self.all_outputs)
 
     @property
@@ -192,13 +193,13 @@ class Stage:
     def keeps_its_own(self) -> bool:
         """Return whether only the replacement of a dead worker may process that worker's items.
 
-        True if a reader distinguishes the workers, because the dead worker may already have emitted outputs.
-        Also true for gangs, because a gang restarts as a whole.
+        This is true if a reader distinguishes the workers, because the dead worker may already have emitted
+        outputs. The property is also true for gangs, because a gang restarts as a whole.
         """
         return self.has_ports_per_worker or self.gang is not None
 
     def channels(self, output: Output) -> tuple[tuple[int, str], ...]:
-        """Return a pair for each channel of an output: the worker that writes it (0 for all), and its name.
+        """Return a pair for each channel of an output: its writing worker (0 for all workers), and its name.
 
         The core stores names as UTF-8, so lone surrogates in names are escaped.
         """
@@ -231,7 +232,7 @@ class Edge:
         feedback: True if the channel leads back to an earlier stage of a loop.
         worker: Number of the only worker that writes to it; 0 for all workers of the stage.
         to_worker: Number of the only worker that reads from it; 0 for all workers of the stage.
-        routed: Whether a ``route`` stage writes to it, in which case items keep the numbers from that stage.
+        routed: Whether a ``route`` stage writes to it. Items then keep the numbers from that stage.
     """
 
     name: str

@@ -40,7 +40,7 @@ def window_options(
 
 
 def group_options(options: PlainOptions, key: Any) -> dict[str, Any]:
-    """Check the key of ``group_by``, and return options for windows that end with the stream."""
+    """Check the key of ``group_by``, and return options for windows that last until the stream ends."""
     known_options("group_by", options, ("key", *PlainOptions.__annotations__))
     _function("group_by", "key", key)
     return {"size": math.inf, "seconds": None, "every": math.inf, "key": key}

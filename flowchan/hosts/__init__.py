@@ -1,7 +1,7 @@
 """Create pools of hosts for ``on=``, and channels between programs on different hosts.
 
-The modules for channels between programs are imported on first use. Agents do not need them, and every import
-would delay an agent's start.
+The modules for channels between programs are imported on first use. Agents do not need these modules, and
+every import would delay an agent's start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def local(count: int, *, peer_timeout: float = PEER_TIMEOUT_S, tls: bool = False
     Args:
         count: Number of agents to start, at least 1.
         peer_timeout: An agent and its workers end after this many seconds without a message from the program.
-        tls: Encrypt and authenticate the traffic with TLS.
+        tls: Whether TLS encrypts and authenticates the traffic.
 
     Returns:
         The pool. Its agents start when a graph that uses the pool starts.
@@ -72,7 +72,7 @@ def ssh(
         address: Address, without a port, at which the hosts can reach this machine (default: its
             address on the route to them).
         peer_timeout: An agent and its workers end after this many seconds without a message from the program.
-        tls: Encrypt and authenticate the traffic with TLS.
+        tls: Whether TLS encrypts and authenticates the traffic.
 
     Returns:
         The pool. Its agents start when a graph that uses the pool starts.
@@ -100,7 +100,7 @@ def slurm(*, address: str | None = None, peer_timeout: float = PEER_TIMEOUT_S, t
         address: Address, without a port, at which the nodes can reach this machine (default: its
             address on the route to them).
         peer_timeout: An agent and its workers end after this many seconds without a message from the program.
-        tls: Encrypt and authenticate the traffic with TLS.
+        tls: Whether TLS encrypts and authenticates the traffic.
 
     Returns:
         The pool. Its agents start when a graph that uses the pool starts.
@@ -137,7 +137,7 @@ def ray(
         address: Address, without a port, at which the nodes can reach this machine (default: its
             address on the route to them).
         peer_timeout: An agent and its workers end after this many seconds without a message from the program.
-        tls: Encrypt and authenticate the traffic with TLS.
+        tls: Whether TLS encrypts and authenticates the traffic.
 
     Returns:
         The pool. Its agents start when a graph that uses the pool starts.

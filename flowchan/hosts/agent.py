@@ -4,8 +4,8 @@
 process for each worker.
 
 Each port of a worker has a separate ring, which the link fills or empties. A remote worker is therefore
-recovered like a local one. When it dies, its rings return the items that it was processing, and its
-replacement receives them.
+recovered like a local worker. When the worker dies, its rings return the items that it was processing, and
+the replacement receives these items.
 
 An agent has three threads: one carries out the driver's commands, one maintains the link, and one watches the
 worker processes. If an agent hears nothing from the driver for ``peer_timeout`` seconds, it ends with its
@@ -239,7 +239,7 @@ class Agent:
     def _waits(self, worker: _Worker) -> WorkerWaits:
         """Report what a worker's threads wait for.
 
-        Only this worker uses its end of the channels, so every waiting thread belongs to the worker.
+        Only this worker uses its ends of the channels. Every waiting thread therefore belongs to the worker.
         """
         counts: list[int] = []
         reading: dict[str, int] = {}
@@ -264,7 +264,7 @@ class Agent:
                 self._events.put(WrittenStack(command.number, id, stacks.get(id, "")))
 
     def _release(self, id: WorkerId) -> None:
-        """Drop a worker's rings. If the worker's process is still running, it ends with the agent."""
+        """Drop a worker's rings. A worker process that is still running ends together with the agent."""
         self._processes.give_back_gpus(id)
         self._next_memberships.pop(id, None)
         worker = self._workers.pop(id, None)
@@ -377,7 +377,7 @@ def _open_ports(start: Start, channels: Mapping[str, Channel[Any]]) -> Ports:
 
 
 def _or_end(work: Callable[[], None]) -> None:
-    """Run ``work``; if it raises, end the process, because the agent cannot run without this thread."""
+    """Run ``work``. If ``work`` raises, end the process, because the agent cannot run without this thread."""
     try:
         work()
     except BaseException:

@@ -1,6 +1,6 @@
-"""Manage one agent from the driver: the provider's process, the link and the control stream.
+"""Manage one agent from the driver: the process that the provider started, the link and the control stream.
 
-Each agent started on a host is a new *incarnation*, numbered by its epoch.
+Each agent that is started on a host is a new *incarnation*, whose number is called its epoch.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class AgentHandle:
         self._starting.start()
 
     def meet(self, sock: socket.socket, stuck: float = 0.0, outputs: str = "") -> None:
-        """Attach an authenticated connection from the agent, at its start or after the connection was lost.
+        """Attach an authenticated connection from an agent that has just started or has lost its connection.
 
         ``stuck`` is the number of seconds for which every connection has broken before any of the agent's
         items arrived. ``outputs`` is the address at which other agents fetch outputs that stay with this one.
@@ -175,7 +175,7 @@ class AgentHandle:
                 self._commands.put(command)
 
     def hint(self, command: Command) -> None:
-        """Send a command that may be lost: if the control stream is full, the command is dropped."""
+        """Send an optional command, which is dropped if the control stream is full."""
         with self._send_lock, contextlib.suppress(Closed, Broken, Full):
             if self._sending is None:
                 self._commands.put_nowait(command)
@@ -232,7 +232,7 @@ class AgentHandle:
                 thread.join()
 
     def _start(self, launch: Launch) -> None:
-        """Start the agent, on a separate thread because the provider may take its time."""
+        """Start the agent. This runs on a separate thread, because the provider may need much time."""
         try:
             self._started = self._provider.start(self.number, launch)
         except Exception as error:
@@ -316,7 +316,7 @@ class AgentHandle:
         return link_events.STUCK.format(max(self._stuck_here, self._stuck_there), self._why_broken)
 
     def _note_stuck(self, here: float, there: float) -> None:
-        """Store how long no item has arrived. Warn once if connections break before any item arrives."""
+        """Record for how long no item has arrived. Warn once if connections break before any item arrives."""
         self._stuck_here, self._stuck_there = here, there
         if self.is_stuck() and not self._has_warned:
             self._has_warned = True

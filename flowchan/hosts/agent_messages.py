@@ -3,7 +3,7 @@
 The link's control stream (stream 0) carries these messages.
 
 Both sides have authenticated each other, so messages are pickled like items. Events of the host's workers use
-the same stream; the agent does not read them.
+the same stream, but the agent does not read them.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Start:
         inputs: Channels of its input ports. The rings behind the ports outlive the worker's process.
         outputs: Channels of its output ports.
         errors: Channel for its errors, if the stage has one.
-        most: Maximum size of the driver's channels, in bytes.
+        most: Maximum size of each of the driver's channels, in bytes.
         share: Number of these bytes that a channel may use when it has more than one item.
         gpus: Number of GPUs reserved for the worker.
         membership: The worker's membership in its gang's group, if that group exists already.
-        elastic: True if its gang is elastic, so later memberships follow in ``NewMembership``.
+        elastic: True if the worker's gang is elastic. Later memberships then follow in ``NewMembership``.
         sampled: Position of its stage in the graph if the run follows sampled items, otherwise None.
         keeps_outputs: True if large outputs stay on the host until another host fetches them.
     """
@@ -76,7 +76,7 @@ class Recover:
 
 @dataclass(frozen=True, slots=True)
 class NewMembership:
-    """Command to pass ``membership``, in the gang's next group, to a waiting worker of an elastic gang."""
+    """Command to give a waiting worker of an elastic gang its ``membership`` in the gang's next group."""
 
     worker: WorkerId
     membership: Any
@@ -84,7 +84,7 @@ class NewMembership:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Command to close the ports of a worker whose process died after it had reported that it was done."""
+    """Command to close the ports of a worker whose process died after the worker had reported its end."""
 
     worker: WorkerId
 
@@ -163,7 +163,7 @@ class Lacking:
 
 @dataclass(frozen=True, slots=True)
 class PeerEnded:
-    """Reports that a worker's process has ended. All its own reports have been sent before."""
+    """Reports that a worker's process has ended, after all reports of the worker itself."""
 
     worker: WorkerId
     exit: ProcessExit
@@ -218,7 +218,7 @@ def refusal(channel: str, destination: str) -> TypeError:
 
 
 def not_remade(channel: str) -> RuntimeError:
-    """Return the error that breaks a channel if one of its items was lost and could not be reproduced."""
+    """Return the error that breaks a channel if an item was lost and could not be produced again."""
     return RuntimeError(
         f"an item in channel {channel!r} was lost with the host that made it, and processing its input again "
         "gave fewer items; the function of the stage must return the same number of items each time"

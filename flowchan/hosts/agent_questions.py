@@ -20,9 +20,9 @@ class AgentQuestions:
         self._questioned: list[AgentHandle] = []
 
     def all_reported(self, agents: list[AgentHandle]) -> bool:
-        """Return whether everything that workers reported before the first call has arrived.
+        """Return whether all reports that workers sent before the first call have arrived.
 
-        The first call asks all agents for an echo.
+        The first call sends an ``Echo`` to all agents.
         """
         if self._echoing is None:
             self._echo, self._echoing = self._echo + 1, agents

@@ -168,7 +168,7 @@ class AgentReports:
             channel.abort(refusal(channel._name, f"to host {agent.host!r}"))
 
     def not_remade(self, agent: AgentHandle, number: int, port: int) -> None:
-        """Break the channel of a lost item that could not be reproduced."""
+        """Break the channel of a lost item that could not be produced again."""
         if (id := self._streams.worker_on(agent, number)) is not None:
             channel = [*self._ports.ports[id].writers()][port].channel
             channel.abort(not_remade(channel._name))
@@ -191,7 +191,7 @@ class AgentReports:
         return len(ending) > len(done)
 
     def is_late(self, agent: AgentHandle) -> bool:
-        """Return whether an agent has not killed a worker in time.
+        """Return whether an agent is late: it has not killed a worker by the time that was set.
 
         The thread that watches the links calls this method. The method takes no lock, because a thread that
         waits for an agent may hold the lock.
@@ -200,6 +200,6 @@ class AgentReports:
         return any(stream.kill_by < now for stream in list(self._streams.of(agent).values()))
 
     def _is_done(self, id: WorkerId) -> bool:
-        """Return whether all outputs of a worker have arrived, or are useless because a channel is broken."""
+        """Return whether all outputs of a worker have arrived, or a broken channel makes them useless."""
         broken = any(port.channel.broken for port in self._ports.ports[id].everything())
         return self._streams[id].finished or broken

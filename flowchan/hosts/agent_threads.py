@@ -1,8 +1,8 @@
 """Serve all agents of a pool with two threads of the driver.
 
-One thread watches the links. It takes no lock that another thread holds for long and never waits for the
-supervisor, so it can always fence a silent agent. The other thread receives the agents' reports. It may wait
-for the supervisor.
+One thread watches the links. This thread takes no lock that another thread holds for long, and never waits
+for the supervisor. The thread can therefore always fence a silent agent. The other thread receives the
+agents' reports, and may wait for the supervisor.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ServedAgent(Protocol):
     """Agent that the two threads serve."""
 
     def handle_events(self) -> float | None:
-        """Handle the events of the link, and return when to check the agent; None if its link is over."""
+        """Handle the link's events. Return the time of the next check, or None if the link is closed."""
 
     def check(self, late: float) -> float | None:
-        """Check whether the agent is still alive, and return when to check again; None if its link is over.
+        """Check whether the agent is alive. Return the time of the next check, or None if the link is closed.
 
         ``late`` is the number of seconds by which the call is late.
         """

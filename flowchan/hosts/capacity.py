@@ -1,6 +1,6 @@
-"""Record the cores and relative speeds of hosts, and deal workers out to the hosts.
+"""Record the cores and relative speeds of hosts, and assign workers to the hosts.
 
-A pool is an immutable value. This module therefore stores the reports of hosts itself, by provider.
+A pool is an immutable value and cannot store the reports of hosts. This module stores them, by provider.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def report_cores(provider: Provider, host: str, cores: int) -> None:
 
 
 def known_cores(provider: Provider) -> dict[str, int]:
-    """Return the number of cores of each host for which it is known.
+    """Return the number of cores of each host, as far as it is known.
 
     Numbers from the provider take precedence over numbers that hosts reported.
     """
@@ -55,10 +55,10 @@ def relative(rates: Mapping[str, float]) -> dict[str, float]:
 
 
 def deal(pool: str, count: int, cores: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
-    """Deal workers out to hosts in turn, like ``sfork`` of lua---parallel.
+    """Assign workers to hosts in turn, like ``sfork`` of lua---parallel.
 
     Each host gets one worker per turn, up to one worker per core. A host with half the highest weight gets a
-    worker every second turn. Once all cores are taken, the function warns once and continues the turns.
+    worker every second turn. When all cores are taken, the function warns once and continues the turns.
 
     Args:
         pool: Pool's name, for the warning.

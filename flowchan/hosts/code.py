@@ -71,7 +71,7 @@ class PackedStages:
 def lacking(modules: Iterable[str]) -> tuple[str, ...]:
     """Return the modules that this process cannot import.
 
-    The function imports nothing, so it checks only whether the top-level package exists.
+    The function imports nothing, and therefore checks only whether the top-level package exists.
     """
     return tuple(name for name in modules if not _is_importable(name.partition(".")[0]))
 

@@ -18,7 +18,7 @@ COUNT_SIZE = 8  # size of a count in bytes
 
 
 def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
-    """Return how many rounds per second a core completes while ``cores`` cores are busy.
+    """Return how many rounds per second each core completes while ``cores`` cores are busy.
 
     Args:
         cores: Number of processes that work at the same time.
@@ -45,7 +45,7 @@ def rounds_per_core(cores: int, interval: float = INTERVAL_S) -> float:
 
 
 def _count_and_exit(writing: int, begin: float, interval: float) -> NoReturn:
-    """Count the rounds, at least 1, in an interval from ``begin`` on; write the count and exit.
+    """Count the rounds (at least 1) in an interval that starts at ``begin``; write the count and exit.
 
     If the process starts late, its interval also starts late.
     """

@@ -55,7 +55,7 @@ class DriverListener:
         return self._groups
 
     def dismiss(self, group: int, if_meeting: bool = False) -> None:
-        """End a group that lost a worker, because its other members would wait for it forever.
+        """End a group that has lost a worker, because the other members would wait for that worker forever.
 
         With ``if_meeting``, keep the group if its rendezvous is complete.
         """

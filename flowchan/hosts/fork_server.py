@@ -5,11 +5,11 @@ The server has imported the agent's modules, and forks one agent per request.
 :mod:`flowchan.hosts.providers.forked_agents` starts ``python -m flowchan.hosts.fork_server`` with one end of
 a socket as its standard input. Each message on that socket requests an agent and carries three descriptors: a
 socket for this agent, a file, and the program's standard error. The file contains a description of the agent,
-followed by the agent's standard input. The server reports the agent's process id and exit on the agent's
+followed by the agent's standard input. The server reports the agent's process ID and exit on the agent's
 socket. When the program shuts down its end of that socket, or ends, the server kills the agent and all
 processes that the agent started.
 
-The server has a single thread, so it can fork safely. The server ends when its control socket closes.
+The server has a single thread, and can therefore fork safely. The server ends when its control socket closes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ and starts a worker."""
 
 
 class _Agent:
-    """Forked agent, from its start until it has ended and the program has released it."""
+    """Forked agent. It exists until the process has ended and the program has released it."""
 
     def __init__(self, pid: int, program: socket.socket) -> None:
         self.pid = pid
@@ -49,7 +49,7 @@ class _Agent:
     def check(self) -> None:
         """Report how the agent ended, if it has ended.
 
-        The process stays a zombie, so its process id is not reused.
+        The process stays a zombie, so that its process ID is not reused.
         """
         if self.has_ended:
             return
@@ -67,7 +67,7 @@ class _Agent:
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Reap the process and close its socket. Block if it has not ended yet."""
+        """Reap the process and close its socket. If the process is still running, wait for its end."""
         os.waitpid(self.pid, 0)
         self.program.close()
 
@@ -79,7 +79,7 @@ class _Order:
         self._launch_fd, self._stderr = launch_fd, stderr
 
     def obey(self) -> None:
-        """Make this process behave like ``python *arguments``, started in the program's environment."""
+        """Make this process behave like ``python *arguments`` in the program's environment."""
         length = int.from_bytes(os.read(self._launch_fd, LENGTH), "little")
         launch: dict[str, Any] = json.loads(_read(self._launch_fd, length))
         for descriptor, stream in ((self._launch_fd, 0), (self._stderr, 1), (self._stderr, 2)):

@@ -3,7 +3,7 @@
 Algorithm. The driver sends its clock time. The agent returns that time together with the host's clock time.
 The driver assumes that the agent answered in the middle of the round trip (Cristian's algorithm). The error
 is at most half the round-trip time, so the driver keeps the answer with the shortest round trip. The driver
-asks ``FIRST_READINGS`` times in a row, because a single answer may be late on a busy machine.
+first asks ``FIRST_READINGS`` times in a row, because a single answer may be late on a busy machine.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class HostGangs:
             self.listener.dismiss(group, if_meeting)
 
     def leave(self, id: WorkerId) -> None:
-        """End a worker's group. The worker then has no group."""
+        """End the group of a worker, without a new group for the worker."""
         self.dismiss([id])
         self._members.pop(id, None)
 

@@ -31,7 +31,7 @@ class Pool(Placement):
     Each worker of a stage goes to the host of the pool with the fewest workers. After :meth:`calibrate`, a
     host gets workers in proportion to its cores and speed. ``pool["gpu1"]`` and ``pool["gpu1", "gpu2"]``
     select hosts. A mapping also sets the hosts' shares: with ``pool[{"gpu1": 3, "gpu2": 1}]``, three of four
-    workers, or six of eight, run on ``gpu1``. Pools of one provider share its agents within a run.
+    workers, or six of eight, run on ``gpu1``. Within a run, all pools of the same provider share its agents.
 
     Attributes:
         provider: Provider that starts the agents.
@@ -106,9 +106,9 @@ class Pool(Placement):
         return dataclasses.replace(self, by_worker=self[tuple(hosts)].hosts)
 
     def dealt(self, count: int) -> tuple[str, ...]:
-        """Deal workers out to the hosts in turn: one per host in each turn, up to one per core.
+        """Assign workers to the hosts in turn: one per host in each turn, and at most one per core.
 
-        Once all cores are taken, the turns continue, and the logger ``flowchan.hosts`` warns once. After
+        When all cores are taken, the turns continue, and the logger ``flowchan.hosts`` warns once. After
         :meth:`calibrate`, a host half as fast as the fastest gets a worker every second turn. Shares take
         precedence over speeds. For a pool from :meth:`assigned`, the result repeats the assigned hosts.
 
@@ -188,7 +188,7 @@ class Pool(Placement):
         return {host: known[host] for host in self.hosts if host in known}
 
     def weights(self) -> dict[str, int]:
-        """Return the shares if they are set; otherwise each host's cores times its speed in percent.
+        """Return the shares if they are set; otherwise, for each host, its cores times its speed in percent.
 
         The result is empty if neither shares nor speeds are known.
         """

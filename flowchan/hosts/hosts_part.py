@@ -123,7 +123,7 @@ class HostsPart:
                 self._send(worker.id, self._hosts[worker.host])
 
     def _help(self, work: Callable[[], None]) -> None:
-        """Run the function of a helper thread of this part."""
+        """Run the function of one of this part's helper threads."""
         run_helper(work, lambda: self._reports.tell)
 
     def _start_agent(self, host: HostWorkers) -> AgentHandle:
@@ -194,12 +194,12 @@ class HostsPart:
     # --- reports of agents ---
 
     def _send_by_value(self, message: Lacking, stream: WorkerPorts) -> None:
-        """Start a worker again, and send the missing modules by value with its stage."""
+        """Start a worker again. Send the modules that its host lacks by value, together with the stage."""
         self._hosts[stream.agent.host].lacking.update(message.modules)
         self._order_start(message.worker, stream)
 
     def _over(self, agent: AgentHandle) -> None:
-        """Report the deaths of a dead agent's workers, and start another agent for them."""
+        """Report the workers of a dead agent as dead, and start another agent for their replacements."""
         with self._lock:
             host = self._hosts[agent.host]
             host.agent_died(agent)

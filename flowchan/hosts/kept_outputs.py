@@ -1,4 +1,4 @@
-"""Keep large outputs on the host that produced them until the host of the reader fetches them.
+"""Keep large outputs on the host that produced them until the reader's host fetches them.
 
 The native link decides which outputs stay, and keeps ordering, leases and recovery in the driver
 (``references.hpp``). This module connects agents to each other, so that they can fetch outputs.
@@ -29,10 +29,10 @@ RETRY_S = 30.0
 def keeps_outputs(plan: Plan, worker: PlannedWorker, pool: Collection[WorkerId]) -> bool:
     """Return whether a worker's large outputs may stay on its host.
 
-    Both stages of the channel must run in the same pool and process items one at a time. Otherwise, they
-    could deadlock. A second stage that collects many items before it emits one may wait for the end of the
-    first stage. But the first stage keeps its input items until their outputs have been read, so it waits for
-    the second stage.
+    Both stages of the channel must run in the same pool and process items one at a time. Otherwise, the
+    stages could deadlock. A second stage that collects many items before it emits one may wait for the end of
+    the first stage. The first stage, however, keeps its input items until their outputs have been read, and
+    therefore waits for the second stage.
 
     Args:
         plan: Plan of the run.

@@ -14,7 +14,7 @@ from flowchan.transport.tcp import joined, route_to
 
 
 class Reach(NamedTuple):
-    """Description of how hosts reach the program, based on the options of their pool.
+    """Describes how hosts reach the program, according to the options of their pool.
 
     Attributes:
         at: Address of the program.

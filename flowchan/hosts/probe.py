@@ -1,8 +1,8 @@
 """Check a host before a graph runs on it (``flowchan hosts check``).
 
-The provider starts this module on the host instead of an agent, so the probe runs under the same conditions
-as an agent. The probe dials, authenticates, and describes the host in its hello. The program then sends
-requests:
+The provider starts this module on the host instead of an agent. The probe therefore runs under the same
+conditions as an agent. The probe dials, authenticates, and describes the host in its hello. The program then
+sends requests:
 
 - A transfer is a size, followed by that many bytes. The probe answers with one byte.
 - The size ``SPEED``, followed by a number of cores, asks for the host's speed. The probe answers with the
@@ -149,7 +149,7 @@ def _arriving(
     host_timeout: float,
     resources: ExitStack,
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Yield the probes that connect, and record a problem for every other host."""
+    """Yield the probes that connect, and record a problem for each host without such a probe."""
     for sock, hello in _accepted(listener, started, host_timeout):
         number = hello.pop("number")
         sock.settimeout(host_timeout)
@@ -297,7 +297,7 @@ def _answer(sock: socket.socket) -> None:
 
 
 def _read(stream: Any, size: int) -> bytes:
-    """Read exactly ``size`` bytes; return nothing if the stream has ended."""
+    """Read exactly ``size`` bytes, or return an empty value if the stream has ended."""
     found = b""
     while len(found) < size:
         if not (came := stream.read(size - len(found))):
@@ -317,7 +317,7 @@ def _own_facts() -> dict[str, Any]:
 
 
 def _gpus() -> list[str]:
-    """Return the names of the GPUs, from NVIDIA's driver."""
+    """Return the names of the GPUs, as NVIDIA's driver reports them."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")

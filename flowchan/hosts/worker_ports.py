@@ -1,4 +1,4 @@
-"""Track a run's hosts, the streams of its workers on the links, and which workers wait."""
+"""Track a run's hosts, its workers' streams on the links, and the workers that wait."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class WorkerStreams(UserDict[WorkerId, WorkerPorts]):
             del self._by_agent[agent]
 
     def of(self, agent: AgentHandle) -> Mapping[WorkerId, WorkerPorts]:
-        """Return the streams of an agent's workers, without a search through other agents' streams."""
+        """Return the streams of an agent's workers, without searching those of other agents."""
         return self._by_agent.get(agent, {})
 
     def worker_on(self, agent: AgentHandle, number: int) -> WorkerId | None:
@@ -119,7 +119,7 @@ class HostWorkers:
             self.given_up = agent.why
 
     def count(self, link: Mapping[str, Any]) -> None:
-        """Add the counts of a link whose agent has ended."""
+        """Add the counts of a link whose agent has ended to the host's totals."""
         for word in COUNTS:
             self.before[word] += link[word]
         self.round_trip = link["round_trip"] or self.round_trip
@@ -164,7 +164,7 @@ def host_for(
 
 
 def together(agents: Sequence[AgentHandle], streams: Mapping[WorkerId, WorkerPorts | None]) -> Waits:
-    """Combine what the agents report about waiting threads in the workers of these streams."""
+    """Combine the agents' reports about waiting threads in the workers of these streams."""
     reading: Counter[str] = Counter()
     writing: Counter[str] = Counter()
     states = {agent.number: agent.link.state() for agent in agents}

@@ -1,7 +1,7 @@
 """Check arguments inside the user's call, so that the traceback ends at the user's line.
 
-Each function returns the checked value. It raises ``TypeError`` for a wrong type, and ``ValueError`` for a
-value out of range. The message names the call, the argument, the allowed values and the given value.
+Each function returns the checked value. A wrong type raises ``TypeError``, and a value out of range raises
+``ValueError``. The message names the call, the argument, the allowed values and the given value.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _seconds(call: str, argument: str, value: Any, or_none: str, no_limit: str) 
 
 
 def _number(call: str, argument: str, value: Any, or_none: str) -> float:
-    """Convert a number of seconds to a float that is at most the longest time that Python can wait."""
+    """Convert a number of seconds to a float, limited to the longest time that Python can wait."""
     length = _as_float(value)
     if length is None:
         raise TypeError(f"{call}: {argument} must be a number of seconds{or_none}, got {shown(value)}")
@@ -80,7 +80,7 @@ def _number(call: str, argument: str, value: Any, or_none: str) -> float:
 
 
 def _as_float(value: Any) -> float | None:
-    """Return a real number as a float, possibly infinity, or ``None`` if the value is not a number."""
+    """Return a real number as a float, which may be infinite, or ``None`` if the value is not a number."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
         return None
     try:
@@ -170,19 +170,20 @@ def known_options(call: str, options: Iterable[str], known: Iterable[str]) -> No
 
 
 def near_misses(name: str, known: Iterable[str]) -> list[str]:
-    """Return a list of the known name that is most similar, or an empty list if none is similar."""
+    """Return a list with the most similar known name, or an empty list if no known name is similar."""
     from difflib import get_close_matches  # imported late, because only misspelt names need it
 
     return get_close_matches(name, list(known), 1)
 
 
 def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Function], Function]:
-    """Let a function suggest the right option when a caller misspells one.
+    """Let a function suggest the right name when a caller misspells an option.
 
     The message begins with ``call``, the name of the call that users know. Python 3.13 and later also make
-    suggestions, but with the name from the definition. The check costs an extra Python call, so functions
-    that run for each item do not use it. ``options`` lists what the function accepts as ``**options``. Like
-    :func:`~flowchan.items.tracebacks.ends_at_caller`, the decorator also shortens tracebacks.
+    suggestions, but with the name in the function's definition. The check costs an extra Python call, so
+    functions that run for each item do not use it. ``options`` lists what the function accepts as
+    ``**options``. Like :func:`~flowchan.items.tracebacks.ends_at_caller`, the decorator also shortens
+    tracebacks.
     """
 
     def refusing(function: Function) -> Function:
@@ -208,7 +209,7 @@ def refuses_misspelt(call: str, options: Iterable[str] = ()) -> Callable[[Functi
 def no_misspelt_option(
     call: str, function: Callable[..., Any], passed: Iterable[str], known: Iterable[str]
 ) -> None:
-    """Raise ``TypeError`` for a misspelt option of a call that passes other options to the user's function.
+    """Raise ``TypeError`` for a misspelt option, in a call that passes other options to a user's function.
 
     An option is rejected only if it resembles an option of the call and the function does not accept it.
     ``check`` reports other unknown options, with the line of the function.

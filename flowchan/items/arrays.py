@@ -1,6 +1,6 @@
 """Transfer arrays, tensors and memory views to other processes.
 
-The contents travel separately from the pickle, and the receiver reads them in place.
+The contents are sent separately from the pickle, and the receiver reads them in place.
 
 | item | arrives as |
 |---|---|
@@ -47,8 +47,8 @@ _LIBRARIES = ("numpy", "torch", *arrow.LIBRARIES)
 def reducers() -> _Reducers:
     """Return the dispatch table for a pickler.
 
-    It contains flowchan's reducers for the libraries that are loaded, and all reducers that programs have
-    registered.
+    The table contains flowchan's reducers for the libraries that are loaded, and all reducers that the
+    program has registered.
     """
     global _made, _made_from
     state = len(copyreg.dispatch_table), *[name in sys.modules for name in _LIBRARIES]
@@ -198,11 +198,11 @@ def loan(  # noqa: D417 - a method of channels and ports
 ) -> Any:
     """Allocate an array in the channel's memory, to be filled and then put.
 
-    ``put`` then does not copy the array, which may be the whole item or a part of it. Its contents are
-    undefined at first. After the put, the channel owns the array: a NumPy array becomes read-only, and a
+    ``put`` then does not copy the array, which may be the whole item or a part of it. The contents of the new
+    array are undefined. After the put, the channel owns the array: a NumPy array becomes read-only, and a
     tensor must not be modified. The memory of an array that is never put returns to the channel. Only one
-    loan per item is sent in place; ``put`` copies any others. On a channel between threads, this method
-    returns an ordinary array.
+    such array per item is sent in place. ``put`` copies any further ones. On a channel between threads, this
+    method returns an ordinary array.
 
     Args:
         shape: Number of elements in each dimension, or one int.

@@ -1,10 +1,10 @@
 """Transfer data frames and images to other processes as Arrow buffers.
 
-The buffers travel separately from the pickle. They are copied once, into the channel, and the receiver reads
-them in place. Arrow's own types need this only for slices of tables, because the pickle of a slice contains
-the whole table. For Polars frames and series and for Pillow images, a pickle would contain a copy of all
-data. Without pyarrow, or for a type that Arrow lacks, objects are pickled as their library prescribes, which
-copies the data.
+The buffers are sent separately from the pickle. The buffers are copied once, into the channel, and the
+receiver reads them in place. Arrow's own types need this only for slices of tables, because the pickle of a
+slice contains the whole table. For Polars frames and series and for Pillow images, a pickle would contain a
+copy of all data. Without pyarrow, or for a type that Arrow lacks, objects are pickled in the way of their
+library, which copies the data.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Serialise items that the core does not encode directly.
 
-The format is pickle protocol 5. The contents of arrays and tensors travel separately from the pickle, as
-buffers (``arrays.py``), so they are written once and read in place.
+The format is pickle protocol 5. The contents of arrays and tensors are sent separately from the pickle, as
+buffers (``arrays.py``). The contents are therefore written once and read in place.
 
 Functions and classes from ``__main__``, or from a file that ``flowchan run`` has loaded, are pickled by value
 with cloudpickle (``main_code.py``). Other processes may have a different ``__main__``, so references to it
@@ -38,10 +38,10 @@ Packed = bytes | list[Any]
 
 
 def pack(value: object) -> Packed:
-    """Serialise a value in the format of items between processes, so that it can be sent packed.
+    """Serialise a value in the format of items between processes, so that items can contain it packed.
 
     :func:`unpack` restores the value. A receiver can keep the packed value without unpickling anything, and
-    decide later what to do if unpickling fails.
+    can handle errors of unpickling later.
 
     Args:
         value: Any value that can be an item.
@@ -148,10 +148,10 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
     If the item needs device memory or file descriptors (PINNED or PARCEL), the result is a tuple:
 
-    - the id of the device memory, or 0
+    - the ID of the device memory, or 0
     - the pickle and its buffers
     - a function to call with the channel after the item has been put, or None
-    - the id of the bundle of file descriptors, or 0
+    - the ID of the bundle of file descriptors, or 0
     - the descriptors in the bundle
     - the objects that keep these descriptors open
 
@@ -184,7 +184,7 @@ def dumps(item: object, leaves: bool = False) -> Packed | Kept:
 
 
 class _Last(threading.local):
-    """Remembers the last item that contains channels and that this thread has serialised for another host.
+    """Remembers the last item with channels that this thread has serialised for another host.
 
     ``dumped`` contains the ``id`` of the serialised item, and the callbacks that release its channels.
     """
@@ -196,7 +196,7 @@ _last = _Last()
 
 
 def not_put(dumped: object) -> None:
-    """Release the channels in a result of :func:`dumps` that was not put after all."""
+    """Release the channels in a result of :func:`dumps` that was never put."""
     last, _last.dumped = _last.dumped, None
     if last is not None and last[0] == id(dumped):
         for call in last[1]:
@@ -227,7 +227,7 @@ def _dumps_by_value(item: object, aside: Any) -> bytes:
 
 @functools.cache
 def _by_value_pickler() -> Any:
-    """Return a class of picklers that pickle by value, but try flowchan's reducers first."""
+    """Return a pickler class that tries flowchan's reducers first, and otherwise pickles by value."""
     from flowchan.items.main_code import ByValuePickler  # imported late, because most items do not need it
 
     class Pickler(ByValuePickler):
@@ -239,7 +239,7 @@ def _by_value_pickler() -> Any:
 
 
 def dumps_in_one(value: object) -> bytes:
-    """Serialise a value for a process on this machine, as one bytes object that plain pickle can load."""
+    """Serialise a value for a process on this machine as one bytes object, which plain pickle can load."""
     try:
         data = pickle.dumps(value, protocol=5)
     except unless_interrupted(Exception):
@@ -248,7 +248,7 @@ def dumps_in_one(value: object) -> bytes:
 
 
 def dumps_for_worker(value: object) -> bytes:
-    """Serialise a value and its code for a child process, which shares all shared tensors."""
+    """Serialise a value and its code for a child process, which then shares all shared tensors."""
     out = io.BytesIO()
     _sharing_pickler()(out, protocol=5).dump(value)
     return out.getvalue()
@@ -286,7 +286,7 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Opening:
-    """Stands for a packed value that its receiver gets unpacked."""
+    """Replaces a packed value in an item, so that the receiver gets the value unpacked."""
 
     packed: Packed
 
@@ -320,7 +320,7 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
-    """Takes the place of an item that a stage could not unpickle.
+    """Replaces an item that a stage could not unpickle.
 
     Attributes:
         data: Pickle of the item, without its arrays.

@@ -1,7 +1,7 @@
 """Combine values from several workers, or from several members of a group.
 
 Dictionaries, lists and tuples are combined leaf by leaf, always in the given order. All processes that
-combine the same values therefore get the same result, and operations need no neutral element.
+combine the same values therefore get the same result. Operations need no neutral element.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Reduced(NamedTuple, Generic[T]):
 
     Attributes:
         value: The combined value.
-        contributors: Number of workers that contributed. It decreases as workers end.
+        contributors: Number of workers that contributed. This number decreases as workers end.
         round: Number of the round, from 0.
 
     Example:
@@ -100,7 +100,7 @@ def _divided(total: Any, by: int) -> Any:
 
 
 def _of_each_element(name: str, plain: Function) -> Function:
-    """Wrap ``plain`` so that it calls the function ``name`` of NumPy or torch for arrays and tensors."""
+    """Wrap ``plain`` so that arrays and tensors go to the function ``name`` of NumPy or torch instead."""
 
     def function(a: Any, b: Any) -> Any:
         for library, kind in (("numpy", "ndarray"), ("torch", "Tensor")):

@@ -23,7 +23,7 @@ _fingerprints: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], str]] = we
 
 
 def fingerprint(cls: type) -> str:
-    """Return a string that identifies the code of a class in all processes with the same Python."""
+    """Return a string that identifies the code of a class in all processes that run the same Python."""
     members = vars(cls)
     version = tuple(map(id, members.values()))
     known = _fingerprints.get(cls)
@@ -72,11 +72,11 @@ def _stable(constant: object) -> str:
 
 
 class _TooLarge(Exception):
-    """The value is too large to be compared."""
+    """Raised if a value is too large to be compared."""
 
 
 class _Sum:
-    """File that only computes a digest of the data written to it."""
+    """File that stores nothing and only computes a digest of the data written to it."""
 
     def __init__(self) -> None:
         self._sum, self._left = hashlib.blake2b(digest_size=16), DIGEST_LIMIT

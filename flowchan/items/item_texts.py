@@ -1,8 +1,8 @@
 """Format items as short text, for ``flowchan peek``.
 
 An item of a channel between processes is a pickle. :func:`text_of_payload` shows it without its classes: a
-stand-in with the name, the arguments and the attributes takes the place of each object. So no code of the
-program runs, nothing is imported, and objects that count their receivers do not count this one.
+stand-in with the name, the arguments and the attributes takes the place of each object. Therefore, no code of
+the program runs, and nothing is imported. Objects that count their receivers do not count this process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SeenItem(NamedTuple):
         leased: True if a reader has taken the item and has not finished it.
         size: Size in bytes; 0 in a channel between threads.
         kind: Kind of the payload.
-        payload: The item or its bytes; None if the look did not copy it.
+        payload: The item or its bytes; None if they were not copied when the channel was examined.
     """
 
     number: int
@@ -196,7 +196,7 @@ def _stand_in(name: str) -> type[StandIn]:
 
 
 class _Shower(pickle.Unpickler):
-    """Unpickler that calls only the classes of a few modules of the standard library."""
+    """Unpickler that calls only classes from a few standard modules."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (known := _KNOWN.get((module, name))) is not None:

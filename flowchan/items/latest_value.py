@@ -2,13 +2,14 @@
 
 Algorithm. The program writes each version into a new in-memory file. In a single step (``dup3``), this file
 takes over the descriptor number of the previous version. The program then stores the version number in a word
-that all processes have mapped. A reader compares this word with the version that it has. If they differ, it
-opens the file by its path in ``/proc``, maps it and unpickles the value. Arrays stay in the mapped file.
+that all processes have mapped. A reader compares this word with the version that it has. If the two versions
+differ, the reader opens the file by its path in ``/proc``, maps the file and unpickles the value. Arrays stay
+in the mapped file.
 
-Invariants. A file never changes once it has its descriptor number, so a reader always gets a complete
-version. The word never refers to a version newer than the file. The program does not wait for readers. The
-kernel frees an old version when no process maps it any more. The program owns everything, so a reader that is
-killed at any point leaves nothing behind.
+Invariants. A file never changes after it has got its descriptor number. A reader therefore always gets a
+complete version. The word never refers to a version newer than the file. The program does not wait for
+readers. The kernel frees an old version when no process maps it any more. The program owns everything, so a
+reader that is killed at any point leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ _live: weakref.WeakSet[LatestValue] = weakref.WeakSet()
 
 
 def close_inherited() -> None:
-    """Close the files that this process inherited through a fork, because they would keep old versions."""
+    """Close the files inherited through a fork, because they would keep old versions in memory."""
     for one in list(_live):
         if one.pid != os.getpid():
             one._close()

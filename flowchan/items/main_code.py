@@ -5,9 +5,9 @@ process. This module instead lets a process that has run the same script use its
 definition is identical. ``isinstance`` therefore works, and objects that return to the program have the
 program's types. All other functions in a worker process share their globals; see ``worker_globals``.
 
-Lambdas, closures and other functions that no name in their module refers to share the globals only inside
-:func:`~flowchan.items.worker_globals.shared_globals`. Elsewhere, each of them keeps the values that were sent
-with it.
+Lambdas, closures and other functions to which no name in their module refers share the globals only inside
+:func:`~flowchan.items.worker_globals.shared_globals`. Outside such a block, each of them keeps the values
+that were sent with it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle 
 
     Attributes:
         keeps_classes: True if the pickle of a class may be kept and used for many objects. Such a class has a
-        separate pickle inside the pickle. This pickle hides the names of the modules to which the class
-        refers.
+        separate pickle inside the pickle. The outer pickle therefore does not show the names of the modules
+        to which the class refers.
     """
 
     keeps_classes = True
@@ -80,8 +80,8 @@ def _reduce_function(function: Any, reduction: Any) -> Any:
 def _digest_of_parts(function: Any) -> object:
     """Return a digest of a function's defaults and closure.
 
-    Together with the code, these parts distinguish functions. Return ``()`` if the function has none of these
-    parts, and None if a variable of the closure has no value yet.
+    Together with the code, these parts distinguish functions. Return ``()`` if the function has neither
+    defaults nor a closure, and None if a variable of the closure has no value yet.
     """
     parts = (function.__defaults__, function.__kwdefaults__, function.__closure__)
     if parts == (None, None, None):
@@ -163,7 +163,7 @@ def _is_data(name: str, value: Any) -> bool:
 
 
 def _reduce_sentinel(obj: object) -> Any:
-    """Send an ``object()`` by name if it is a global of the script, because programs test its identity."""
+    """Send an ``object()`` that is a global of the script by name, because programs compare its identity."""
     for name, value in list(own_names("__main__").items()):
         if value is obj:
             return _sentinel, (name,)

@@ -26,7 +26,7 @@ whose name begins with ``namedtuple_``."""
 
 
 class PackedClasses:
-    """Keeps the pickles of classes in a process that sends them."""
+    """Keeps the pickles of classes in the process that sends the classes."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[type, tuple[tuple[int, ...], bytes | None]]

@@ -1,4 +1,4 @@
-"""Define an in-memory file that the program creates and its worker processes open by path."""
+"""Define an in-memory file, which the program creates and which its worker processes open by path."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ProgramFile:
 
 
 def _close_with(file: ProgramFile, fd: int) -> None:
-    """Close the descriptor when the file is freed, but not at exit, when threads may still use it."""
+    """Close the descriptor when the file is freed, except at exit, because threads may still use it then."""
     weakref.finalize(file, os.close, fd).atexit = False
 
 

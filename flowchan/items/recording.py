@@ -90,8 +90,8 @@ def recording_options(
 class RecordingWriter:
     """Writes the items of one run to a file until the file reaches a limit.
 
-    A recording never disturbs the run. If it reaches a limit or fails, it ends with a warning, and the run
-    continues.
+    A recording never disturbs the run. A recording that reaches a limit or fails ends with a warning, and the
+    run continues.
     """
 
     def __init__(self, options: RecordingOptions) -> None:

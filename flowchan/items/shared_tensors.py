@@ -64,7 +64,7 @@ def _descriptor(storage: Any) -> int | None:
 
 
 def _pids_of_ancestry() -> frozenset[int]:
-    """Return the process ids of this process and all of its ancestors."""
+    """Return the process IDs of this process and of all its ancestors."""
     pid = os.getpid()
     if pid not in _ancestors:
         found = [pid]

@@ -28,5 +28,5 @@ def number_of(count: int, word: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace characters that a terminal could execute with question marks."""
+    """Replace unprintable characters, some of which control the terminal, with question marks."""
     return "".join(character if character.isprintable() else "?" for character in text)

@@ -47,7 +47,7 @@ def methods_end_at_caller(cls: Class) -> Class:
 
 
 def from_users_code(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from its first entry in user code on, or all of it if it has none."""
+    """Return the traceback from its first entry in user code on. Without such an entry, return all of it."""
     step = trace
     while step is not None:
         module = step.tb_frame.f_globals.get("__name__", "")
@@ -62,7 +62,7 @@ def _is_of_flowchan(module: str) -> bool:
 
 
 def shortened(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without its first entry, which comes from a decorator.
+    """Return the traceback without its first entry, which is that of a decorator.
 
     If all other entries are in flowchan and the last is a ``raise`` statement, return only the last. All
     entries remain if the error comes from user code or reveals a defect in flowchan.

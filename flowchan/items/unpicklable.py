@@ -71,7 +71,7 @@ def smallest(
 
     Args:
         value: Value that cannot be pickled.
-        error: Reason why it cannot be pickled.
+        error: Reason why the value cannot be pickled.
         refusal: Returns the reason why a part cannot be pickled, or None if it can.
         children: Yields the parts of a value, each with a description.
 

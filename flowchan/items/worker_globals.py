@@ -1,7 +1,8 @@
 """Manage the globals of the functions that a worker process has received by value.
 
 In a worker process, all functions of one module share their globals. Tasks of a pool therefore see the
-variables that its initializer has set. If the worker has run the script, these are the script's own globals.
+variables that the pool's initializer has set. If the worker has run the script, these are the script's own
+globals.
 
 Values arrive together with functions. A value is assigned to its global if the variable is new, or if the
 value differs from the one that arrived last. Otherwise the worker keeps the current value, including its own
@@ -34,13 +35,13 @@ class WorkerGlobals:
         self._arrived: dict[tuple[int, str], object] = {}
 
     def share(self) -> None:
-        """Begin to share the globals, because this process has become a worker."""
+        """Begin to share globals between functions, because this process has become a worker."""
         self.shared = True
         self._of_module.clear()
         self._arrived.clear()
 
     def of(self, base: dict[str, Any]) -> dict[str, Any]:
-        """Return the globals for the functions of a module.
+        """Return the globals that the received functions of a module share.
 
         ``base`` contains attributes of the module, such as ``__file__``.
         """
@@ -92,7 +93,7 @@ def shared_globals() -> Iterator[None]:
 
 
 def usual(module: str) -> str:
-    """Return the name that a module has in the program that started this process."""
+    """Return the name of a module in the program that started this process."""
     return "__main__" if module in MAIN else module
 
 
@@ -107,7 +108,7 @@ def lookup(names: dict[str, Any], path: str) -> Any:
 
 
 def own_names(module: str) -> dict[str, Any]:
-    """Return the names in a module that this process has imported or run, or an empty dict for others."""
+    """Return the names in a module, or an empty dict if this process has neither imported nor run it."""
     found = sys.modules.get(usual(module))
     return {} if found is None else vars(found)
 
@@ -115,7 +116,8 @@ def own_names(module: str) -> dict[str, Any]:
 def _names_in_use(names: dict[str, Any]) -> dict[str, Any]:
     """Return the globals that the functions of a module use.
 
-    In a process that was not forked, the main module contains only a copy of them (``runpy.run_path``).
+    In a process that was not forked, the main module contains only a copy of these globals
+    (``runpy.run_path``).
     """
     for value in list(names.values()):
         members = list(vars(value).values()) if isinstance(value, type) else [value]

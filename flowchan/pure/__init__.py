@@ -1,1 +1,1 @@
-"""Provide channels between threads in pure Python for systems without the native module (see native.py)."""
+"""Provide channels between threads in pure Python, for systems without the native module (see native.py)."""

@@ -1,4 +1,4 @@
-"""Compute the deadlines and raise the errors of calls on channels between threads."""
+"""Compute deadlines and raise errors for calls on channels between threads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def forks() -> int:
 
 
 def deadline_of(timeout: Any) -> float:
-    """Return the time at which a call gives up: 0 if it must not wait, ``NEVER`` without a timeout."""
+    """Return the time at which a call gives up: 0 if the call must not wait, ``NEVER`` without a timeout."""
     if timeout is None:
         return NEVER
     seconds = math.nan

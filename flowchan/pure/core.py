@@ -1,4 +1,4 @@
-"""Replace ``flowchan._core`` if it is missing. Only channels between threads work; all else raises."""
+"""Replace ``flowchan._core`` if it is missing. Only channels between threads work; other calls raise."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _deaths_over(inputs: Any) -> int:
 
 
 def _claim_signal(number: int) -> bool:
-    """Return False, because this core cannot dump stacks."""
+    """Return False, because this core cannot write stacks when a signal arrives."""
     return False
 
 

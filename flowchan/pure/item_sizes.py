@@ -14,7 +14,7 @@ _MOST_NBYTES = 1 << 60
 
 
 def estimate_size(item: Any) -> int:
-    """Estimate how many bytes an item keeps alive, not counting classes, modules and functions."""
+    """Estimate how many bytes an item keeps alive, apart from classes, modules and functions."""
     return _Estimate().of(item, 0)
 
 

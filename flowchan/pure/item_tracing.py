@@ -11,7 +11,7 @@ from flowchan.pure.local_queue import QueueStep
 
 
 class ItemTracing:
-    """Calls the recorder of a worker for sampled items. All ports of the worker share this object.
+    """Calls a worker's recorder for sampled items. All ports of the worker share this object.
 
     Args:
         recorder: Object with the methods ``took``, ``finished``, ``boxed`` and ``sent``.
@@ -36,7 +36,7 @@ class ItemTracing:
         self._call("finished", port)
 
     def put(self, port: Any, item: Any, put: Callable[[Any], QueueStep]) -> QueueStep:
-        """Put an item, inside a box if it is to be sampled."""
+        """Put an item, in a box if the item is sampled."""
         if self._countdown > 1:
             self._countdown -= 1
         elif self._countdown == 1:
@@ -77,7 +77,7 @@ def is_boxed(item: Any) -> bool:
 
 
 def unboxed(port: Any, item: Any) -> Any:
-    """Return an item without its box, if it has one. ``port`` is None for a call without a port."""
+    """Take an item out of its box, if any. ``port`` is None for a call without a port."""
     if not is_boxed(item):
         return item
     if port is not None and port.tracing is not None:

@@ -29,8 +29,8 @@ def writing(out: Any, size: int = 0) -> Waiter:
 def put_step(channel: Any, out: Any, item: Any, deadline: float, done: list[int]) -> QueueStep:
     """Put an item, and append its size to ``done``.
 
-    The put and the append are one step, so the item is counted even if a signal handler raises right after
-    it.
+    The put and the append are one step. The item is therefore counted even if a signal handler raises
+    immediately afterwards.
     """
     queue = channel.usable()
     entry = QueuedItem(item, estimate_size(item) if queue.counts_bytes else 0)
@@ -64,7 +64,7 @@ def try_put(
     deadline: float = 0,
     done: list[int] | None = None,
 ) -> QueueStep:
-    """Put an item, inside a box if it is to be sampled. Raise unless the result is DONE or NOT_NOW."""
+    """Put an item, in a box if the item is sampled. Raise an error unless the result is DONE or NOT_NOW."""
     sizes: list[int] = [] if done is None else done
 
     def put(what: Any) -> QueueStep:
@@ -83,7 +83,7 @@ def put_item(channel: Any, out: Any, item: Any, deadline: float, done: list[int]
 
 
 def put_all(channel: Any, out: Any, items: Iterable[Any], deadline: float) -> None:
-    """Put all items. If this fails, ``items_put`` of the error is the number of items put before."""
+    """Put all items. On failure, ``items_put`` of the error is the number of items that were put before."""
     done: list[int] = []
     iterator = iter(items)
     try:

@@ -1,6 +1,6 @@
 """Implement the queue of a channel between threads, like ``LocalQueue`` in the native core.
 
-Algorithm. A deque contains the items. If an output of an ordered stage comes early, it is parked until the
+Algorithm. A deque contains the items. An output of an ordered stage that comes early is parked until the
 outputs of all earlier items are in the queue. A caller that cannot continue sleeps on a doorbell. Each change
 of the queue wakes the first sleeper on each side that can continue. When a woken sleeper runs, it wakes the
 next one, so k changes wake k sleepers.
@@ -64,7 +64,7 @@ class QueueStep(Enum):
 
 @dataclass(slots=True)
 class _Group:
-    """Parked outputs of one input item. ``complete`` means that no more outputs of the item will come."""
+    """Parked outputs of one input item. ``complete`` means that the item has no further outputs."""
 
     items: list[QueuedItem] = field(default_factory=list)
     complete: bool = False
@@ -89,7 +89,7 @@ class LocalQueue:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock. If Ctrl-C arrives in the meantime, it is raised at the end of the block."""
+        """Hold the lock. A Ctrl-C during the block raises its exception at the end of the block."""
         with interrupts_deferred(), self._lock:
             yield
 
@@ -116,7 +116,7 @@ class LocalQueue:
         return alone or self.bytes_in - self.bytes_out + size <= most
 
     def _has_turn(self, number: float) -> bool:
-        """Return whether the queue has room for an output of an input item.
+        """Return whether the queue has room for an output of this input item.
 
         The last free place is reserved for the item whose turn it is.
         """
@@ -125,7 +125,7 @@ class LocalQueue:
         return number - self.turn < MOST_PARKED_GROUPS and self._room() > 1
 
     def try_put(self, item: QueuedItem, writer: WriterState | None) -> QueueStep:
-        """Put an item, or park it if its turn has not come."""
+        """Put an item, or park the item if its turn has not come."""
         if self.state is not QueueState.OPEN:
             return QueueStep.BROKEN if self.state is QueueState.BROKEN else QueueStep.CLOSED
         if item.size > self.max_bytes:
@@ -200,7 +200,7 @@ class LocalQueue:
         return seen
 
     def _ends_for(self, reader: ReaderState | None) -> bool:
-        """Return whether the reader will get no more items. Items leased by others may come back."""
+        """Return whether the reader will get no more items. Items that others have on lease may come back."""
         return self.exhausted and (
             not self.leased or (reader is not None and bool(reader.alone or reader.leased))
         )
@@ -254,7 +254,7 @@ class LocalQueue:
         return QueueStep.DONE
 
     def finish_item(self, writer: WriterState, number: float) -> QueueStep:
-        """Record that input item ``number`` has no more outputs, unless its only output has done so."""
+        """Record that input item ``number`` has no more outputs, unless its only output has recorded this."""
         if not writer.ordered:
             writer.keyed = False
             return QueueStep.DONE
@@ -265,7 +265,7 @@ class LocalQueue:
         return self.item_done(writer)
 
     def start_turns_at(self, number: float) -> None:
-        """Let the turns begin at an input item, because the outputs of all earlier items have been put."""
+        """Let the turns begin at this input item, because all outputs of earlier items have been put."""
         if self.state is not QueueState.OPEN or number <= self.turn:
             return
         for group in list(self._groups)[: int(number - self.turn)]:
@@ -276,7 +276,7 @@ class LocalQueue:
             self.wake()
 
     def _advance(self) -> None:
-        """Add to the queue the parked outputs whose turn has come. After a close, add all parked outputs."""
+        """Move parked outputs whose turn has come into the queue. After a close, move all of them."""
         while self._groups:
             group = self._groups[0]
             for item in group.items:
@@ -315,7 +315,7 @@ class LocalQueue:
             self.writers += 1
 
     def end_port(self, reads: bool, port: Any) -> None:
-        """Count one reader or writer less, and wake the threads that wait at its port."""
+        """Subtract a reader or writer from the count, and wake the threads that wait at its port."""
         if reads:
             self.readers -= 1
         else:
@@ -333,7 +333,7 @@ class LocalQueue:
             line.wake(waiter)
 
     def could_continue(self, waiter: Waiter) -> bool:
-        """Return whether the operation of a waiter would now succeed or fail, instead of waiting."""
+        """Return whether a waiter's operation would now succeed or fail rather than wait."""
         if self.state is QueueState.BROKEN:
             return True
         if waiter.reads:
@@ -379,7 +379,7 @@ class LocalQueue:
         return bool(waiter.reader and waiter.reader.orders) or not self.could_continue(first)
 
     def perform(self, waiter: Waiter, operation: Callable[[], QueueStep], deadline: float) -> QueueStep:
-        """Perform the operation as soon as it is possible. The caller must not hold the lock.
+        """Perform the operation as soon as possible. The caller must not hold the lock.
 
         If a signal handler raises, its exception may leave this call after the operation has been performed.
         """
@@ -421,7 +421,7 @@ class LocalQueue:
         self.wake()
 
     def stats(self) -> dict[str, Any]:
-        """Return all fields of ``ChannelStats`` except ``awaiting``."""
+        """Return the values of all fields of ``ChannelStats`` except ``awaiting``."""
         reading, writing = self._lines[True], self._lines[False]
         waiting = [*reading.asleep, *reading.woken, *writing.asleep, *writing.woken]
         return {

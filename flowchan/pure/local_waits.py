@@ -21,7 +21,7 @@ ALL_WAIT, ALL_DRAINED = -1, -2
 
 @dataclass(slots=True)
 class _Operation:
-    """Operation of a ``select``. With ``checks_only``, it succeeds as soon as a get would not wait."""
+    """Operation of a ``select``. With ``checks_only``, a get succeeds without taking an item."""
 
     channel: LocalChannel
     reads: bool
@@ -63,7 +63,7 @@ def _operation(target: Any, reads: bool, item: Any = None, checks_only: bool = F
 def select_one(
     gets: list[Any], puts: list[tuple[Any, Any]], timeout: float | None, ready: list[Any] | None = None
 ) -> tuple[int, Any]:
-    """Perform one operation. Return its index and item, or None with ``ALL_WAIT`` or ``ALL_DRAINED``."""
+    """Perform one operation. Return its index and item, or None if the result is ALL_WAIT or ALL_DRAINED."""
     deadline = deadline_of(timeout)
     operations = [_operation(get, True) for get in gets]
     operations += [_operation(put[0], False, put[1]) for put in puts]
@@ -100,7 +100,7 @@ def _try_each(operations: list[_Operation]) -> tuple[int, Any]:
 
 
 def _try_now(operations: list[_Operation]) -> tuple[int, Any]:
-    """Try all operations until one succeeds, or until no item has moved during the tries."""
+    """Try all operations until one succeeds, or until a round of tries in which no item has moved."""
     while True:
         before = _moves(operations)
         done = _try_each(operations)
@@ -114,7 +114,7 @@ def _moves(operations: list[_Operation]) -> list[tuple[int, int]]:
 
 
 def _wait_once(operations: list[_Operation], deadline: float, again: bool) -> tuple[tuple[int, Any], bool]:
-    """Enter all queues, try the operations, and sleep until one may be possible or the time is up."""
+    """Enter all queues, try the operations, and sleep until one may succeed or the time is up."""
     bell = Bell()
     waiters = [(operation.channel.usable(), operation.waiter(bell)) for operation in operations]
     done: tuple[int, Any] = (ALL_WAIT, None)
@@ -154,12 +154,12 @@ class Await:
 
     @property
     def changed(self) -> bool:
-        """Return whether the coroutine must try again."""
+        """Return whether the coroutine must try its operation again."""
         port = self.waiter.port
         return self.waiter.woken or (port is not None and not port.open)
 
     def leave(self, unused: bool) -> None:
-        """Leave the queue. With ``unused``, pass on a wake-up that this coroutine did not use."""
+        """Leave the queue. If ``unused`` is true, pass on the wake-up that this coroutine did not use."""
         with self._queue.held():
             if self._entered:
                 self._entered = False

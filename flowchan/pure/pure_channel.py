@@ -311,7 +311,7 @@ class ReadingPort(_Port):
         """Do nothing, because channels between threads never unpickle items."""
 
     def _does_nothing(self) -> None:
-        """Do nothing, because the method matters only for processes or for speed."""
+        """Do nothing, because this method is needed only between processes or for speed."""
 
     _wake_lazily = _leave_alone = _begin_once = _begin_again = _remain = _does_nothing
 
@@ -359,7 +359,7 @@ class WritingPort(_Port):
         return not self.open or self.channel.closed
 
     def begin(self) -> None:
-        """Record the input item to which the following outputs belong, before the first of them."""
+        """Record the input item to which the next outputs belong."""
         leased = self.reader is not None and self.reader.state.leased
         if not self.state.keyed and (self.replays or leased):
             self.state.begin(0 if self.replays or self.reader is None else self.reader.state.number)
@@ -377,7 +377,7 @@ class WritingPort(_Port):
 
 
 def pass_turns(port: ReadingPort) -> None:
-    """Tell the ordered writers that feed from this port that its leased items have no more outputs."""
+    """Tell the ordered writers fed by this port that its leased items have no more outputs."""
     if not port.state.leased:
         return
     number = port.state.number
@@ -412,7 +412,7 @@ def take(
     into: list[QueuedItem],
     ends: bool = True,
 ) -> QueueStep:
-    """Take an item. With ``ends``, first end the leases of the port's earlier items."""
+    """Take an item. If ``ends`` is true, first end the leases of the port's earlier items."""
     queue, finished = channel.usable(), []
     state: ReaderState | None = None if port is None else port.state
     waiter = Waiter(True, port, reader=state)
@@ -438,7 +438,7 @@ def take(
 
 
 def return_taken(channel: LocalChannel, port: ReadingPort | None, taken: list[QueuedItem]) -> None:
-    """Return items that a call has taken, because a signal handler raised before it could return them."""
+    """Return items to the queue, because a signal handler raised before the call could return them."""
     if not taken:
         return
     queue = channel._queue

@@ -1,4 +1,4 @@
-"""Keep the calls that wait on one side of a queue, and measure how long they wait."""
+"""Keep a list of the calls that wait on one side of a queue, and measure how long they wait."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNNUMBERED = math.inf
 
 @dataclass(eq=False, slots=True)
 class QueuedItem:
-    """Item in the queue. ``size`` is 0 unless the channel counts bytes. The first take sets ``number``."""
+    """Item in the queue. ``size`` is 0 if the channel counts no bytes. The first take sets ``number``."""
 
     object: Any
     size: int
@@ -53,7 +53,7 @@ class PortClock:
 class ReaderState:
     """State of a reading port.
 
-    ``number`` is the number of its first leased item or, if none is leased, of the last one.
+    ``number`` is the number of the port's first leased item or, if no item is leased, of its last item.
     """
 
     number: float = -1
@@ -89,7 +89,7 @@ class WriterState:
 
 
 class Bell:
-    """Lets one thread sleep. If the bell has rung before the sleep, the sleep ends at once."""
+    """Lets one thread sleep until the bell rings. A bell that rang earlier ends the next sleep at once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class Bell:
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A call that waits, or may have to wait, on one side of a queue."""
+    """Call that waits or may have to wait on one side of a queue."""
 
     reads: bool
     port: Any = None
@@ -133,7 +133,7 @@ class Waiter:
 
 
 class WaitLine:
-    """The waiting calls on one side of a queue. In ``asleep``, the call to wake next comes first."""
+    """The waiting calls on one side of a queue. The first call in ``asleep`` is the next to wake."""
 
     def __init__(self) -> None:
         self.asleep: list[Waiter] = []
@@ -151,7 +151,7 @@ class WaitLine:
         self.asleep.insert(0 if again else len(self.asleep), waiter)
 
     def leave(self, waiter: Waiter) -> bool:
-        """Remove a waiter if it is in this line, and return whether it had been woken."""
+        """Remove a waiter from this line, if present, and return whether the waiter had been woken."""
         if waiter not in self.asleep and waiter not in self.woken:
             return False
         (self.woken if waiter.woken else self.asleep).remove(waiter)

@@ -1,1 +1,1 @@
-"""Connect programs by channels, even on different hosts."""
+"""Connect programs, which may run on different hosts, by channels."""

@@ -52,11 +52,11 @@ CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies to its forked
 class ChannelServer:
     """Server for several numbered channels, at one address.
 
-    Unless ``kept`` is true, it ends when its last channel has been released.
+    Unless ``kept`` is true, the server ends when its last channel has been released.
 
     Args:
         address: Address to listen on.
-        secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
+        secret: Secret of the server, which clients must prove to know (default: 32 random bytes).
         tls: True if connections are encrypted.
         peer_timeout: Seconds without a message from this process after which clients give up.
         kept: True if the server continues to run when it has no channels.
@@ -251,7 +251,7 @@ class ChannelServer:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
-        """Schedule a check for whether a channel is still in use, before one of its objects is released.
+        """Schedule a check whether a channel is still in use, because one of its objects will be released.
 
         The garbage collector may call this method.
         """
@@ -284,7 +284,7 @@ class ChannelServer:
                 self._loop.call_later(DISCARD_INTERVAL_S, self._changed.set)
 
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
-        """Return a second object for the channel, which does not count as a user.
+        """Return a second object for the channel, which does not count as one of the channel's users.
 
         The ports through which clients put belong to this object. Items in transit therefore do not keep a
         channel alive that no process can read any more.
@@ -303,7 +303,7 @@ class ChannelServer:
         return self._over or (not self._kept and not used)
 
     def wake(self) -> None:
-        """Make the server check whether it should end. The garbage collector may call this method."""
+        """Make the server check whether to end. The garbage collector may call this method."""
         with contextlib.suppress(RuntimeError):  # the loop may have ended
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -370,7 +370,7 @@ class ChannelServer:
                     session.attach(sock)
 
     def _session(self, hello: dict[str, Any]) -> ClientSession | None:
-        """Return the session for a client; None if the client was given up or has another version."""
+        """Return the session for a client, or None if its session has ended or its version differs."""
         id, pid = hello.get("client"), hello.get("pid")
         if not isinstance(id, str) or not isinstance(pid, int) or id in self._given_up:
             return None
@@ -414,7 +414,7 @@ def _dropped(server: weakref.ref[ChannelServer], number: int, memory: OrphanMemo
 
 
 def server_of(id: str) -> ChannelServer | None:
-    """Return the server with this id, of this process or of a parent."""
+    """Return the server with this ID, which belongs to this process or to one of its parents."""
     return _servers.get(id)
 
 

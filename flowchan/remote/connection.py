@@ -157,7 +157,7 @@ class Connection(Calls):
         return 2 * float(self.link.state()["round_trip"])
 
     def answered_within(self, timeout: float) -> float:
-        """Return how many seconds to wait for the reply to a call with this timeout."""
+        """Return the number of seconds to wait for the reply to a call with this timeout."""
         return timeout + self.two_round_trips() + REPLY_TIMEOUT_S
 
     # --- streams ---
@@ -169,7 +169,7 @@ class Connection(Calls):
             return RemotePort(self._stream_numbers, name, max_bytes, reads, counted)
 
     def open_stream(self, stream: RemotePort, channel: int) -> None:
-        """Join a stream to a new port of the channel. The stream's user already holds the local end."""
+        """Connect a stream to a new port of the channel. The user already has the local end of the stream."""
 
         def join(reply: Reply) -> None:
             """Add the stream to the link, even if the caller has given up.
@@ -221,8 +221,8 @@ class Connection(Calls):
             timeout: Seconds to wait; None waits without a limit.
 
         Returns:
-            True if the owner has put the items, False if it never will, None if ``timeout`` seconds have
-            passed.
+            True if the owner has put the items, False if the owner never will, and None if ``timeout``
+            seconds have passed.
         """
         if not stream.finished.is_set():
             used: bool | None = self.link.await_used(stream.number, count, timeout)
@@ -272,7 +272,7 @@ class Connection(Calls):
         self._leave_if_unused()
 
     def _leave_if_unused(self) -> None:
-        """Leave the owner if this process no longer uses its channels."""
+        """Disconnect from the owner if this process no longer uses the owner's channels."""
         with _registry_lock:
             if self._left or self._starting or (self.is_kept and not self.lost):
                 return
@@ -340,7 +340,7 @@ class Connection(Calls):
     def _lose(self, why: str, ended: Collection[int] = ()) -> None:
         """Break all open streams of this connection, because the owner is lost.
 
-        The streams in ``ended`` had already ended without a failure, so they are closed instead.
+        The streams in ``ended`` had already ended without a failure. These streams are closed instead.
         """
         with self._lock:
             self.lost = self.lost or why
@@ -401,7 +401,7 @@ _dialling: weakref.WeakValueDictionary[tuple[str, bytes], Any] = weakref.WeakVal
 
 @contextlib.contextmanager
 def using(address: str, secret: bytes, tls: bool, timeout: float = PEER_TIMEOUT_S) -> Iterator[Connection]:
-    """Yield this process's connection to an owner, and keep it up during the ``with`` block.
+    """Yield this process's connection to an owner, and keep the connection during the ``with`` block.
 
     One connection serves all channels of an owner.
     """
@@ -448,7 +448,7 @@ def _report_undelivered(address: str, count: int) -> None:
 
 
 def forget(connection: Connection) -> None:
-    """Remove a connection from the registry, because its owner is lost or this process leaves it."""
+    """Remove a connection from the registry, because the owner is lost or this process disconnects."""
     for key, one in list(_connections.items()):
         if one is connection:
             del _connections[key]
@@ -487,7 +487,7 @@ def _deliver_all() -> None:
 
 
 def _after_fork() -> None:
-    """Forget the parent's connections in a forked child, which lacks their threads."""
+    """Forget the parent's connections in a forked child, because the child lacks their threads."""
     global _registry_lock
     _registry_lock = threading.RLock()
     _connections.clear()

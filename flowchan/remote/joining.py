@@ -49,7 +49,7 @@ class Clients:
 
     Args:
         address: Address to listen on.
-        secret: Secret of the server, which clients must prove that they know (default: 32 random bytes).
+        secret: Secret of the server, which clients must prove to know (default: 32 random bytes).
         tls: Encrypt the connections.
         capacity: Capacity of each channel.
         on_join: Called with each client that joins.
@@ -95,7 +95,7 @@ class Clients:
         return self._number, up.address, down.address
 
     def _left(self, session: ClientSession) -> None:
-        """Abort a client's inbound channel if the client left before it opened its end.
+        """Abort a client's inbound channel if the client left before it opened its end of the channel.
 
         The loss of such a client does not break the channel, because the client has no port.
         """

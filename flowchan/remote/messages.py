@@ -2,7 +2,7 @@
 
 The messages are sent over the control stream (stream 0) of the link between both processes. Both sides have
 proved that they know the secret, so messages are pickled like items. The messages never contain items,
-because each port has a separate stream for them.
+because each port has a separate stream for its items.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The caller no longer waits for a call, which still gets its reply."""
+    """Announces that the caller no longer waits for a call. The call still gets a reply."""
 
     number: int
 

@@ -1,9 +1,9 @@
-"""Find orphans: channels that no process has open any more, although they contain items.
+"""Find orphans: channels with items that no process has open any more.
 
 The owner need not keep the channels inside these items any longer. A process that drops a channel cannot know
-whether it was the last user, because forked children share the channel's memory. But all users of a channel
-share one open file description of this memory. A lock on the file shows whether the description is still
-open.
+whether it was the last user, because forked children share the channel's memory. However, all users of a
+channel share one open file description of this memory. A lock on the file shows whether this description is
+still open.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.items.codec import keeps_sealed
 
 
 class OrphanMemory:
-    """Shared lock on a channel's memory, which all of the channel's users hold together.
+    """Shared lock on a channel's memory, which every user of the channel holds.
 
     :class:`Orphans` tests this lock to find out whether the channel still has a user.
     """
@@ -32,7 +32,7 @@ class OrphanMemory:
         fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def dropped(self, number: int) -> Orphans | None:
-        """Return the channel as a possible orphan, or None.
+        """Return the channel as a possible orphan, or None if its descriptor cannot be duplicated.
 
         Call this before the channel's descriptor is closed. The result is None if the descriptor is already
         closed, or if this process is out of descriptors.
@@ -44,7 +44,7 @@ class OrphanMemory:
 
 
 class Orphans:
-    """Channel that may have no users.
+    """Channel that may have no users any more.
 
     Args:
         number: Channel's number at its owner.
@@ -68,7 +68,7 @@ class Orphans:
     def items(self) -> list[Any]:
         """Return the items in the channel, sealed.
 
-        An aborted channel's memory still contains its items, so they are returned as well.
+        The memory of an aborted channel still contains its items, which are returned as well.
         """
         return contextvars.copy_context().run(self._items)
 

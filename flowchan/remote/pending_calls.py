@@ -23,7 +23,7 @@ CLOSED_HERE = "this process has closed its connection to their owner"
 
 
 class Unanswered(Exception):
-    """Raised when the owner has not replied in time. A late reply will go to ``late``."""
+    """Raised when the owner has not replied in time. A late reply will be passed to ``late``."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -137,7 +137,7 @@ class Calls:
     def _send(self, call: PendingCall, channel: int, what: str, arguments: tuple[Any, ...]) -> None:
         """Register the call, then send its request.
 
-        If an interrupt comes between the two steps, the caller calls :meth:`abandon`.
+        If an interrupt arrives between the two steps, the caller calls :meth:`abandon`.
         """
         with self._lock:
             self._numbers += 1
@@ -174,7 +174,7 @@ class Calls:
             call.late(reply)
 
     def _recall(self, call: PendingCall) -> None:
-        """Ask the owner to reply now, with the result or with ``CallCancelled``."""
+        """Ask the owner to reply now: with the result, or with ``CallCancelled``."""
         with contextlib.suppress(ChannelError, ValueError):
             self._requests.put_nowait(Cancel(call.number))
 
@@ -196,7 +196,7 @@ class Calls:
             callback()
 
     def broken(self) -> Broken:
-        """Return the error for calls to an owner that is lost, or that this process has left."""
+        """Return the error for calls to an owner that is lost or from which this process has disconnected."""
         error = Broken(f"the channels at {self.address} are broken: {self.lost or CLOSED_HERE}")
         error.__cause__ = HostError(self.lost or CLOSED_HERE, self.address)
         return error

@@ -3,9 +3,9 @@
 Algorithm. Items pass through rings in this process, which a link to the owner fills and empties. Many items
 can be in transit at a time, so calls do not wait for a round trip. ``reader()`` and ``writer()`` return
 ports, each with a separate ring. Calls on the channel itself (*plain calls*: ``put``, ``get`` and ``select``)
-share two rings, one in each direction. The ports of these rings open at the first use, and count neither as
-readers nor as writers. Plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot
-cause an item to be lost between the ring and its receiver.
+share two rings, one in each direction. The ports of these rings open at the first use, but count neither as
+readers nor as writers. Plain calls are native and find the ring in C++, so ``KeyboardInterrupt`` cannot cause
+an item to be lost between the ring and its receiver.
 
 Invariants. The owner sends items to plain calls only while one of them waits. After a few milliseconds, it
 takes back the items that no call has received. The owner allows only as many plain puts as its channel has
@@ -133,7 +133,7 @@ class RemoteChannel(Channel[T]):
             return True, 0  # the ring is broken as well, and its next call raises the reason
 
     def _offer(self, most: int, got: int | None = None) -> tuple[int, bool, int]:
-        """Make the owner send up to ``most`` of its items; see ``ClientSession``.
+        """Make the owner send up to ``most`` items of the channel; see ``ClientSession``.
 
         The items may include some that this process has put and that are still in transit to the owner.
         """
@@ -147,7 +147,7 @@ class RemoteChannel(Channel[T]):
         return offered
 
     def _fetch(self, most: int) -> None:
-        """Fetch up to ``most`` more items if the owner has them. The core calls this before ``get_many``."""
+        """Fetch up to ``most`` more items from the owner. The core calls this method before ``get_many``."""
         ring = self._ports[True]._stream.ring
         with contextlib.suppress(Unanswered, Broken):  # the next call on the ring raises the error
             sent, _, _ = self._offer(most)
@@ -200,7 +200,7 @@ class RemoteChannel(Channel[T]):
             port.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Break the channel for all users. Calls of all users then raise ``Broken`` from ``cause``."""
+        """Break the channel. All later calls, of any user, raise ``Broken`` from ``cause``."""
         if cause is not None and not isinstance(cause, BaseException):
             raise TypeError(f"abort: cause must be an exception or None, got {cause!r}")
         if (report := hears_aborts.get()) is not None:
@@ -255,7 +255,7 @@ class RemoteChannel(Channel[T]):
 
     @property
     def closed(self) -> bool:
-        """Return whether the channel is closed, so no more items can be put."""
+        """Return whether the channel is closed, so that no more items can be put."""
         return self._snapshot().closed
 
     @property
@@ -287,7 +287,7 @@ class RemoteChannel(Channel[T]):
 
     @property
     def secret(self) -> bytes:
-        """Return the secret that clients must prove that they know."""
+        """Return the secret, which clients must prove to know."""
         return self._at[1]
 
     def __repr__(self) -> str:
@@ -333,7 +333,7 @@ def unpickle_channel(
         address: Address of the channel.
         secret: Secret of the channel.
         tls: True if the connection is encrypted.
-        server_id: Id of the channel's server.
+        server_id: ID of the channel's server.
         sent: Mark of an item that the owner counts; False if it does not count the item. The owner keeps the
             channel until a counted item is finished.
 
@@ -371,7 +371,7 @@ def remote_channel(
         secret: Secret of the channel.
         tls: True if the connection is encrypted.
         timeout: Seconds to wait for a connection, unless this process is already connected to the owner.
-        give_up: When to stop waiting for the owner's reply (default: never).
+        give_up: Monotonic time at which to stop waiting for the owner's reply (default: never).
 
     Returns:
         The object, shared by all callers in this process.

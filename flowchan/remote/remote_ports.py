@@ -1,4 +1,4 @@
-"""Define the ports of remote channels: the ends that users get, and the rings between users and the link."""
+"""Define the ports of remote channels: the users' ends, and the rings between these ends and the link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 class RemotePort:
-    """Local side of a port that this process has opened at the owner of a channel.
+    """Local side of a port that this process has opened at a channel's owner.
 
     The local side consists of a ring, the user's end and the link's end.
 
@@ -88,7 +88,7 @@ class _RemoteEnd(Generic[T]):
         return cast(Channel[T], self._remote)
 
     def close(self) -> None:
-        """Close the port. Return once the owner has received all items and closed its side."""
+        """Close the port. Return when the owner has received all items and closed its side."""
         self.__exit__(None, None, None)
 
     def leave(self) -> None:

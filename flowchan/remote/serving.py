@@ -39,7 +39,7 @@ class Hosted:
 
     @property
     def secret(self) -> bytes:
-        """Secret that clients must prove that they know."""
+        """Secret that clients must prove to know."""
         return self.server.secret
 
     @property
@@ -130,7 +130,7 @@ def let_in(channel: Channel[Any]) -> Hosted:
 
 
 def _after_fork() -> None:
-    """Forget the server in a forked child, which lacks the server's thread."""
+    """Forget the server in a forked child, because the child lacks the server's thread."""
     global _lock
     _lock = threading.Lock()
     _servers.clear()

@@ -77,14 +77,14 @@ class ClientSession:
     """Session of one client process.
 
     In all methods, ``number`` is a channel's number. All methods except ``_watch`` run in the thread of the
-    server's event loop. If the client's process has ended or has been silent too long, the session closes the
+    server's event loop. If the client's process has ended or is silent for too long, the session closes the
     client's ports as if a local process had died.
 
     Args:
         server: The server.
         loop: The server's event loop.
-        id: Client's id.
-        pid: Client's process id, which the cause names if a channel breaks.
+        id: Client's ID.
+        pid: Client's process ID, which the cause names if a channel breaks.
         process: Client's process, if it runs on this machine.
     """
 
@@ -185,7 +185,7 @@ class ClientSession:
                 del request
 
     def _cancel(self, number: int) -> None:
-        """Cancel a call, which still gets a reply.
+        """Cancel a call. The caller still gets a reply.
 
         If the call's task has not started yet, it never starts. A call has no task if the caller was
         interrupted before it sent the request.
@@ -234,7 +234,7 @@ class ClientSession:
             self._answering.discard(reply.number)
 
     async def _has_replied(self, reply: Reply) -> bool:
-        """Send the reply; return False if this process currently lacks memory or descriptors."""
+        """Send the reply, or return False if this process currently lacks memory or descriptors."""
         try:
             with contextlib.suppress(Closed, Broken):
                 await self._replies.aput(reply)
@@ -273,7 +273,7 @@ class ClientSession:
         return channel.capacity, channel.max_bytes, channel._name
 
     def keep(self, channel: Channel[Any]) -> int:
-        """Keep a channel until the client has opened and dropped it; return its number."""
+        """Keep a channel until the client has opened and dropped the channel; return the channel's number."""
         number = number_in(channel.address)
         self._open[number] = channel
         return number
@@ -352,11 +352,11 @@ class ClientSession:
         )
 
     def _do_room(self, channel: Channel[Any], stream: int) -> tuple[int, bool, int]:
-        """Return how many items the client may put into the channel in total.
+        """Return how many items the client may put into the channel, counted from its first put.
 
         Returns:
             The total number of items that the client may put, whether the channel has ended, and the sum of
-            its puts and gets.
+            the channel's puts and gets.
         """
         return *self.link.room(stream), _moves(channel)
 
@@ -394,7 +394,7 @@ class ClientSession:
     # --- ending ---
 
     def has_read(self, channel: Channel[Any]) -> bool:
-        """Return whether the client has read all items, apart from those that it is processing."""
+        """Return whether the channel has no items left for the client, except those that it is processing."""
         if self._over:
             return True
         streams = self.link.state()["streams"]
@@ -409,7 +409,7 @@ class ClientSession:
         return stream is None or (not len(port.channel) and stream["ahead"] <= stream["in_hand"])
 
     def _ended(self) -> tuple[int, ...]:
-        """Return the ids of this client's streams that ended without a failure."""
+        """Return the IDs of this client's streams that ended without a failure."""
         streams = self.link.state()["streams"]
         return tuple(
             stream
@@ -461,7 +461,7 @@ def _moves(channel: Channel[Any]) -> int:
 
 
 def _broken_by(channel: Channel[Any]) -> Broken | None:
-    """Return the error that a put into an aborted channel raises; None if it was not aborted."""
+    """Return the error that a put into an aborted channel raises, or None if the channel was not aborted."""
     if channel.broken:
         try:
             channel.put_nowait(None)  # raises, because the channel has ended

@@ -49,7 +49,7 @@ class ActionExecutor:
         self.due: dict[WorkerId, float] = {}
 
     def carry_out(self, action: Action, goes_on: bool) -> Iterable[Failure | Ended | Stuck]:
-        """Carry out any action except breaking channels. ``goes_on`` is false if the run is ending."""
+        """Carry out any action except ``BreakChannels``. ``goes_on`` is false if the run is ending."""
         match action:
             case StopSources():
                 self._channels.stop_sources()
@@ -90,7 +90,7 @@ class ActionExecutor:
         return failed
 
     def start_due(self, goes_on: bool) -> Iterable[Failure | Ended]:
-        """Start the replacements whose pause is over, or cancel all of them if the run is ending."""
+        """Start the replacements whose pause is over, or cancel all replacements if the run is ending."""
         now = time.monotonic()
         due = [id for id, at in self.due.items() if at <= now or not goes_on]
         for id in due:

@@ -1,4 +1,4 @@
-"""Choose the number of workers of each ``workers="auto"`` stage from measurements in time windows.
+"""Choose the number of workers of ``workers="auto"`` stages from measurements in time windows.
 
 The supervisor's loop calls :meth:`AutoScaler.due` and carries out its decisions. If the graph has no
 automatic stage, the call only compares two numbers. Taking snapshots costs at most 1 % of a core.
@@ -53,7 +53,7 @@ class AutoScaler:
         """Return the changes that the supervisor should make now.
 
         Args:
-            goes_on: False if the run is ending, so nothing should change any more.
+            goes_on: False if the run is ending, so that nothing must change any more.
             take: Returns the current statistics of the run.
 
         Returns:
@@ -82,7 +82,7 @@ class AutoScaler:
             self._scaler = pinned(self._scaler, elapsed, before[scale.stage].workers, scale)
 
     def _look(self, now: RunStats) -> tuple[ScalingDecision, ...]:
-        """Begin a window, wait until it is long enough, or decide at its end."""
+        """Begin a window, do nothing until the window is long enough, or decide at its end."""
         if not self._ready:
             self._ready = self._scaler.ready(now)
             self._begin = now

@@ -20,7 +20,7 @@ class Graph(Blueprint, Runnable):
     """Graph of stages that are connected by channels.
 
     Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of their streams.
-    Then call :meth:`run`, or :meth:`start` to interact with the running graph.
+    Then call :meth:`run`. To interact with the running graph, call :meth:`start` instead.
 
     Args:
         name: Name of the graph in reports, pictures and errors (default: ``"graph"``).
@@ -63,7 +63,7 @@ class Graph(Blueprint, Runnable):
     def to_networkx(self) -> networkx.MultiDiGraph:
         """Return the declared graph as a ``networkx.MultiDiGraph``, without running anything.
 
-        Each stage is a node with its name as the key. Its attributes are ``operator``, ``workers``,
+        Each stage is a node with its name as the key. The attributes of a node are ``operator``, ``workers``,
         ``placement`` and ``where``, the line of the declaration. Each channel between two stages is an edge
         with the channel's name as the key. Edges have the attributes ``name``, ``transport``, ``capacity``,
         ``item`` (the annotated type, or an empty string), ``feedback``, ``errors``, ``writer_port`` and

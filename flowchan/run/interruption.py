@@ -1,4 +1,4 @@
-"""End a run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with its results."""
+"""End a run after Ctrl-C or SIGTERM, and raise ``Interrupted`` with the run's results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Interruption:
         """Results for ``Interrupted``, or None before an interrupt has ended the run."""
 
     def end(self, number: int, again: bool = False) -> NoReturn:
-        """End the run, and raise ``Interrupted`` with its results.
+        """End the run, and raise ``Interrupted`` with the run's results.
 
         Args:
             number: Number of the signal.
@@ -57,7 +57,7 @@ class Interruption:
     def error(self, number: int) -> Interrupted:
         """Return the error to raise after a signal.
 
-        Reading the results of this error first ends the run if it is still active.
+        If the run is still active, reading the results of this error first ends the run.
         """
         return self._error(self._tell, number)
 
@@ -80,7 +80,8 @@ class Interruption:
 
         Args:
             number: Number of the signal.
-            again: Whether an earlier signal already stopped the run, so this one aborts it at once.
+            again: True if an earlier signal has already stopped the run. This signal then aborts the run at
+                once.
         """
         key = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         supervisor = self._supervisor

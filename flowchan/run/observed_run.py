@@ -59,9 +59,10 @@ class ObservedRun(ABC):
         """Return the current statistics of the run.
 
         Args:
-            window: Length of the most recent period that rates, shares of time and the bottleneck's cause
-                cover, in seconds (default: the whole run). The result's ``window`` is the actual length: up
-                to half a second longer, or shorter in a run that has just started.
+            window: Length in seconds of the most recent period, which rates, shares of time and the
+                bottleneck's cause cover (default: the whole run). The result's ``window`` is the actual
+                length. The actual length is up to half a second longer, or shorter in a run that has just
+                started.
 
         Returns:
             Statistics of the stages, channels and hosts.
@@ -99,11 +100,11 @@ class ObservedRun(ABC):
             stats: Called with the result of :meth:`stats`: immediately, then every ``every`` seconds, and
                 once after the run has ended.
             events: Called with each event of the run. Events report workers that start, begin work, end, fail
-                or die. They also report retries, stops, aborts and each :class:`~flowchan.ScalingDecision`.
+                or die. Events also report retries, stops, aborts and each :class:`~flowchan.ScalingDecision`.
             every: Seconds between calls to ``stats`` (default: 1).
-            window: Length of the most recent period that rates, shares of time and the bottleneck's cause
-                cover, in seconds. Default: 5; ``None`` selects the whole run. After the end of the run,
-                values always cover the whole run.
+            window: Length in seconds of the most recent period, which rates, shares of time and the
+                bottleneck's cause cover. Default: 5; ``None`` selects the whole run. After the end of the
+                run, values always cover the whole run.
 
         Returns:
             The subscription. To stop the calls, close it or leave its ``with`` block.
@@ -134,9 +135,9 @@ class ObservedRun(ABC):
         """Return a report of the run as text.
 
         Args:
-            window: Length of the most recent period that rates, shares of time and the bottleneck cover, in
-                seconds. Default: 5; ``None`` selects the whole run. After the end of the run, values always
-                cover the whole run.
+            window: Length in seconds of the most recent period, which rates, shares of time and the
+                bottleneck cover. Default: 5; ``None`` selects the whole run. After the end of the run, values
+                always cover the whole run.
 
         Returns:
             The bottleneck, tables of stages and channels, and the item counts of each stage.
@@ -179,7 +180,7 @@ class ObservedRun(ABC):
         faster: float | None = None,
         window: float = 5.0,
     ) -> Prediction | list[Prediction]:
-        """Predict the rate of the run after a change to one stage. The run itself does not change.
+        """Predict the rate that the run would have after a change to one stage. The run does not change.
 
         The prediction uses the work times, CPU times and item counts in a window;
         ``flowchan.run.observe.throughput`` describes the model. After the run has ended, the window covers
@@ -199,8 +200,8 @@ class ObservedRun(ABC):
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The stage's number of workers cannot change or would fall below 1. Or ``stage`` was
-                given without a change (``workers`` or ``faster``), or a change without ``stage``.
+            ValueError: The stage's number of workers cannot change, or would fall below 1. Or ``stage`` was
+                given without a change (``workers`` or ``faster``), or a change was given without ``stage``.
             RuntimeError: In the window, no item passed through the stage, or no item left the graph.
 
         Example:
@@ -280,12 +281,12 @@ class ObservedRun(ABC):
             timeout: Seconds to wait; with 0, return at once (default: no limit).
 
         Returns:
-            True if all workers can take items. False if some cannot within ``timeout`` seconds, or if the run
-            was stopped or has ended.
+            True if all workers can take items. False if some workers still cannot after ``timeout`` seconds,
+            or if the run was stopped or has ended.
 
         Raises:
             RunError: A stage failed.
-            Interrupted: Ctrl-C or SIGTERM ended the run; the error holds the results.
+            Interrupted: Ctrl-C or SIGTERM ended the run. The error contains the results.
 
         Example:
             >>> from flowchan import Graph
@@ -396,7 +397,7 @@ class ObservedRun(ABC):
         self._page.save(Path(path))
 
     def _open_page(self) -> None:
-        """Serve the page until the run ends. If that fails, end the run and raise the error."""
+        """Serve the page until the run ends. If the page cannot be served, end the run and raise."""
         # Import the page late, because its module imports this package.
         open_page = pkgutil.resolve_name("flowchan.viz.insight.page:RunPage")
         with self._ended_on_error():
@@ -420,7 +421,7 @@ class ObservedRun(ABC):
         return None if self._metrics is None else str(self._metrics.address)
 
     def _serve_metrics(self, port: Any) -> None:
-        """Serve metrics on an open port until the run ends. On an error, end the run and raise."""
+        """Serve metrics on an open port until the run ends. If that fails, end the run and raise."""
         self._metrics = port
         self._supervisor.feed.at_end(port.close)
         with self._ended_on_error():

@@ -1,8 +1,8 @@
 """Collect the results of a run.
 
 The program may iterate over a result while the graph runs. Otherwise, a thread of the run collects the result
-once a caller waits for the run. This thread also starts early if a result fills its channel before the
-program reads it.
+once a caller waits for the run. If a result fills its channel before the program reads the result, this
+thread starts even earlier.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Results(Mapping[Stream[Any], Any]):
 
 
 class ResultGathering:
-    """Assigns each result of a run to its reader: a thread of the program, or a thread of the run."""
+    """Assigns each result of a run to its reader, which is a thread of the program or of the run."""
 
     def __init__(self, ports: RunPorts, local: LocalPart, supervisor: Supervisor) -> None:
         self._plan = plan = ports.plan
@@ -85,7 +85,7 @@ class ResultGathering:
     # --- results that the program iterates over ---
 
     def claim(self, stage: str) -> bool:
-        """Reserve this result for a loop of the calling thread. Return False if it already has a reader."""
+        """Reserve a result for a loop of the calling thread. Return False if it already has a reader."""
         with self._lock:
             if self._begun or stage in self._loops:
                 return False
@@ -97,7 +97,7 @@ class ResultGathering:
         self._loops[stage] = threading.get_ident()
 
     def items(self, stage: str) -> Iterable[Any]:
-        """Return an iterable over a result, without the items that answer requests."""
+        """Return an iterable over a result. It omits items that answer requests."""
         coming = self.coming(stage)
         wrapped = self._recording is not None or stage in self._with_requests
         return self._settled(stage, coming) if wrapped else coming
@@ -163,7 +163,7 @@ class ResultGathering:
         self._interrupted_loops.clear()
 
     def _break(self, stage: str) -> None:
-        """Break the channel of a result. If only its port were closed, other results could look complete."""
+        """Break a result's channel. If only its port were closed, other results could look complete."""
         self._ports.gathering_port(_worker(stage)).channel.abort()
         self._end(stage)
 
@@ -201,10 +201,10 @@ class ResultGathering:
                     self._take_in(id)
 
     def begin(self) -> None:
-        """Start a thread to collect each result without a reader, because a caller waits for the run.
+        """Start a thread for each result without a reader to collect the result, because a caller waits.
 
-        If another caller is already starting the threads, wait until all have started. The results are then
-        available as soon as the run has ended.
+        If another caller is already starting the threads, wait until all threads have started. This ensures
+        that the results are available as soon as the run has ended.
         """
         waiting: list[WorkerId] = []
         try:
@@ -227,7 +227,7 @@ class ResultGathering:
             raise
 
     def results(self) -> Results:
-        """Return the results after the end of the run.
+        """Return the results, after the run has ended.
 
         A result with a loop in the program is included only if :meth:`keep` kept its remaining items.
         """
@@ -255,7 +255,7 @@ class ResultGathering:
 
 
 def _worker(stage: str) -> WorkerId:
-    """Return the id of the only worker that collects a result."""
+    """Return the ID of the only worker that collects a result."""
     return WorkerId(stage, 1)
 
 
@@ -266,7 +266,7 @@ _HANDED_OVER = object()
 class _TakenInFirst:
     """Iterates over a result: first over the items that the run has collected, then over its port.
 
-    The run stops collecting items for this reader, so the channel's capacity limits memory again.
+    The run stops collecting items for this reader. The channel's capacity therefore limits memory again.
     """
 
     def __init__(self, taken_in: _GatheredResult, port: In[Any]) -> None:
@@ -325,7 +325,7 @@ class _GatheredResult:
         self._local.add_thread(self._id, self.thread)
 
     def hand_over(self) -> None:
-        """Let the reader take all later items from the port, and stop collecting."""
+        """Stop collecting, and let the reader take all later items from the port."""
         self._read = True
 
     def take_in_again(self) -> None:
@@ -336,7 +336,7 @@ class _GatheredResult:
             self._start()
 
     def rest(self) -> list[Any]:
-        """Return the collected items that no reader has taken. Call this once the thread has ended."""
+        """Return the collected items that no reader has taken. Call this after the thread has ended."""
         return [item for item in self.items if item is not _HANDED_OVER]
 
     def _pour(self, port: In[Any]) -> None:

@@ -4,13 +4,13 @@ Format. The first 48 bytes contain the format's name and a digest of the graph's
 represents one source item, in the order that ``lineage`` defines, and is set if the item is finished. The
 file may end with unused bits.
 
-Algorithm. The program maps the file into memory and sets the bits there. This needs no system call, and the
-kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped, and the file
-is flushed to disk only when the run ends.
+Algorithm. The program maps the file into memory and sets the bits there. Setting a bit needs no system call,
+and the kernel keeps the bits even if the program is killed. Disk space is reserved before it is mapped, and
+the file is flushed to disk only when the run ends.
 
-Invariants. Bits are only ever set, and each bit is valid without the others. Any bits may be lost if the
-machine crashes; the next run then processes their items again. The lock belongs to the process, so forked
-workers do not hold it.
+Invariants. Bits are only ever set, and each bit is valid without the others. If the machine crashes, any bits
+may be lost. The next run then processes their items again. The lock belongs to the process. Forked workers
+therefore do not hold it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _opening = threading.Lock()
 
 
 class _Refused(Exception):
-    """The file cannot be used. The message continues a sentence that starts with the file's path."""
+    """Raised if the file cannot be used. The message continues a sentence that begins with the path."""
 
 
 class ResumeFile:
@@ -52,16 +52,16 @@ class ResumeFile:
 
     Args:
         graph: Graph of the run.
-        path: Path of the file. It is created if it does not exist.
+        path: Path of the file. A missing file is created.
 
     Attributes:
         path: The path.
         finished: Items that earlier runs have finished, by source name.
 
     Raises:
-        GraphError: The graph does not support resuming, or the file cannot be used. It may be unreadable,
-            have other contents, be in use, or belong to another graph. Or a source is shorter than in an
-            earlier run.
+        GraphError: The graph does not support resuming, or the file cannot be used. The file may be
+            unreadable, have other contents, be in use, or belong to another graph. Or a source is shorter
+            than in an earlier run.
         TypeError: ``path`` is not a path.
     """
 
@@ -93,8 +93,8 @@ class ResumeFile:
     def record(self, marks: Marks, parts: int) -> None:
         """Record that the item with these marks left the graph, or was split into ``parts``.
 
-        Any thread may call this method. It has no effect after :meth:`close`. Raise ``OSError`` if the disk
-        is full.
+        Any thread may call this method. A call after :meth:`close` has no effect. Raise ``OSError`` if the
+        disk is full.
         """
         with self._lock:
             numbers = self._lineage.finished(marks, parts)
@@ -148,7 +148,7 @@ def _release(file: int) -> None:
 
 
 def _begin(graph: Blueprint, file: int) -> None:
-    """Check the file's header, or write it if the file is new or its header incomplete."""
+    """Check the file's header. If the file is new or its header is incomplete, write the header."""
     header = FORMAT + shape_digest(graph)
     found = os.pread(file, HEADER_BYTES, 0)
     if len(found) < HEADER_BYTES and header.startswith(found):

@@ -47,9 +47,9 @@ T = TypeVar("T")
 
 @methods_end_at_caller
 class Run(ObservedRun):
-    """Run of a graph that has been started. ``run[stream]`` is the writing end of an ``input()`` stream.
+    """Started run of a graph. ``run[stream]`` is the writing end of an ``input()`` stream.
 
-    Use it as a context manager. Leaving the block closes the inputs and waits for the run to end. If an
+    Use the run as a context manager. Leaving the block closes the inputs and waits for the run to end. If an
     exception leaves the block, the run is aborted first.
 
     Ctrl-C, in the block or in a method that waits, stops the sources. Items in flight are finished unless a
@@ -203,18 +203,18 @@ class Run(ObservedRun):
     async def ask(
         self, stream: Input[T], item: T, timeout: float | None = None, max_waiting: int | None = None
     ) -> Any:
-        """Put an item into an ``input()`` stream and return its result.
+        """Put an item into an ``input()`` stream, and return the result for this item.
 
         If the item fails, raise its error. All stages between the input and the result must process single
-        items or batches. After a timeout or a cancellation, the next stage to receive the item drops it.
+        items or batches. After a timeout or a cancellation, the next stage that receives the item drops it.
 
         Args:
             stream: Stream that ``graph.input()`` returned.
             item: The item.
             timeout: Seconds to wait for the result (default: no limit).
             max_waiting: Maximum number of ``ask`` calls on this stream that may wait at the same time
-                (default: no limit). If that many are waiting already, raise ``Full`` at once without putting
-                the item.
+                (default: no limit). If this number of calls is already waiting, raise ``Full`` at once
+                without putting the item.
 
         Returns:
             The result of this item.
@@ -386,9 +386,9 @@ class Run(ObservedRun):
 
         Args:
             timeout: Seconds after which a run that is still active is aborted (default: no limit).
-            finish_queued: Also finish items that wait in channels (default: True). If False, discard them and
-                finish only the items that workers hold. Either way, the run keeps results, failed items, and
-                items on their way to a stage with several inputs.
+            finish_queued: Also finish items that wait in channels (default: True). If False, discard these
+                items, and finish only those that workers hold. In both cases, the run keeps results, failed
+                items, and items on their way to a stage with several inputs.
 
         Example:
             >>> import itertools
@@ -463,7 +463,7 @@ class Run(ObservedRun):
         self._supervisor.ask(Scale(name, workers))
 
     def _interrupted(self, number: int) -> Interrupted | None:
-        """Return the error for a signal in a loop over items, outside any ``with`` block.
+        """Return the error to raise for a signal in a loop over items outside any ``with`` block.
 
         The run ends when the exception leaves the loop, or when the program reads the exception's results.
         """
@@ -498,7 +498,7 @@ class Run(ObservedRun):
         self._break_block(error)
 
     def _end_block(self) -> None:
-        """Close the inputs and wait for the run when its block, or its pool's block, ends normally."""
+        """Close the inputs and wait for the run, because its block or its pool's block has ended normally."""
         self._gathering.leave_all(of_thread=threading.get_ident())
         for out in self._ports.inputs.values():
             out.close()

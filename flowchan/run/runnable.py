@@ -71,7 +71,7 @@ class Runnable(ABC):
             memory: Maximum total bytes in all channels, divided equally among them. The default is half of
                 the memory of the machine or of the process's cgroup.
             resume: Path of a file that records finished items; see :meth:`run`. In a loop over
-                ``run.iter()``, an item is finished when the loop takes the next one.
+                ``run.iter()``, an item is finished when the loop takes the next item.
             page: Serve a live page of the run on this machine, at the address ``run.page`` (default: False).
             metrics: Port on 127.0.0.1, or ``"HOST:PORT"``, on which the run serves metrics to Prometheus
                 (default: none). Port 0 picks any free port; ``run.metrics`` is the address.
@@ -154,13 +154,13 @@ class Runnable(ABC):
         """Run the graph to its end, and return the results.
 
         The first Ctrl-C or SIGTERM stops the sources and lets the stages finish the items in flight. The
-        second aborts the run.
+        second signal aborts the run.
 
         Args:
             seed: Random seed for all workers; see :meth:`start`.
             memory: Maximum number of bytes in all channels; see :meth:`start`.
             progress: Show progress on a terminal, in a notebook or as plain lines. If the source has a
-                length, this includes totals and remaining time.
+                length, the display includes totals and the remaining time.
             resume: Path of a file that records which source items have left the graph (default: no file). The
                 file is created if it does not exist. If the program dies, the next run with this path skips
                 these items and processes all others, so sinks may receive some items twice. The results
@@ -170,8 +170,8 @@ class Runnable(ABC):
                 (default: False).
             metrics: Port on which the run serves its metrics; see :meth:`start`.
             trace: Path of a file that ends in ``.json`` or ``.json.gz`` (default: no trace). The run
-                overwrites this file with a trace that https://ui.perfetto.dev can open. It shows what each
-                worker does, how many items each channel holds, and the paths of a few sampled items.
+                overwrites this file with a trace that https://ui.perfetto.dev can open. The trace shows what
+                each worker does, how many items each channel holds, and the paths of a few sampled items.
 
         Returns:
             The results, by stream.

@@ -1,8 +1,8 @@
 """Supervise a run: pass events to ``decisions.decide`` and carry out the actions.
 
-Algorithm. In each turn, the supervisor takes one event from its queue, or a tick if none arrives in time, and
-passes it to decide(). ``ActionExecutor`` carries out the resulting actions; the crew carries out those that
-concern workers. The crew reports a death as one event, and replaces a worker in one call.
+Algorithm. In each turn, the supervisor takes one event from its queue and passes it to decide(). If no event
+arrives in time, it passes a ``Tick``. ``ActionExecutor`` carries out the resulting actions; the crew carries
+out those that concern workers. The crew reports a death as one event, and replaces a worker in one call.
 
 Invariants. Only the supervisor's thread modifies ``state`` and calls the crew.
 
@@ -41,11 +41,11 @@ unless noted.
 - R9 Randomness. Every worker has a separate seed, derived from the run's seed, its stage, its number and its
   incarnation. The seed determines the random numbers in the worker's process. (test_seeds.py)
 - R10 Blame. An item is blamed only for deaths in user code or while it is being unpickled. One worker at a
-  time retries it while the others continue, and the error lists the cause of each death. If ``max_deaths`` is
-  1, an item is also blamed for deaths until its output has been put, so it is never processed twice. In a
-  batch, only members that also kill a worker when tried alone fail. A death blamed on an item uses no
-  restart; every other death uses one of its stage. A restart counts for 60 s of work. The run warns before
-  the last restart is used. (test_blame.py, test_no_repeats.py, test_decisions.py,
+  time retries the item while the others continue, and the error lists the cause of each death. If
+  ``max_deaths`` is 1, an item is also blamed for deaths until its output has been put, so it is never
+  processed twice. In a batch, only members that also kill a worker when tried alone fail. A death blamed on
+  an item uses no restart; every other death uses one of its stage. A restart counts for 60 s of work. The run
+  warns before the last restart is used. (test_blame.py, test_no_repeats.py, test_decisions.py,
   tests/deaths/test_batches_that_kill_workers.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. The end of the other workers is not blamed on any item. A
@@ -213,7 +213,7 @@ class Supervisor:
             reason.add_note(f"also, some workers that had started could not be ended: {text_of(error)}")
 
     def report(self, event: Event) -> None:
-        """Accept an event from a worker. Raise ``Closed`` after the end of the run."""
+        """Accept an event from a worker, or raise ``Closed`` after the end of the run."""
         if type(event) is tuple:
             self._record_left(*event)
             return
@@ -257,7 +257,7 @@ class Supervisor:
         return True
 
     def ask(self, event: SupervisorEvent) -> None:
-        """Request a stop, an abort or a new number of workers, and return at once.
+        """Request a stop, an abort or a new number of workers. The call returns at once.
 
         A run that has ended ignores the request.
         """
@@ -265,10 +265,10 @@ class Supervisor:
             self._events.put(event)
 
     def cancel_request(self, question: int) -> None:
-        """Tell the other hosts that no caller is waiting for the answer to this request any more.
+        """Tell the other hosts that no caller waits for the answer to this request any more.
 
-        Event loops call this method, so it never blocks. If the queue is full, it sends no message, and a
-        worker may do some unnecessary work.
+        Event loops call this method, so it never blocks. If the queue is full, the method sends no message,
+        and a worker may do some unnecessary work.
         """
         if self._has_hosts:
             with contextlib.suppress(Closed, Full):
@@ -348,7 +348,7 @@ class Supervisor:
 
     @property
     def _late_at(self) -> float:
-        """Return the time from which workers that are no longer needed count as late."""
+        """Return the time after which workers that are no longer needed count as late."""
         return self.state.since + decisions.GRACE / 2
 
     def turn(self, event: SupervisorEvent | Event) -> None:

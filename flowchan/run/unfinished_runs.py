@@ -20,7 +20,7 @@ _running: set[weakref.ref[Supervisor]] = set()
 
 
 def end_at_exit(supervisor: Supervisor) -> None:
-    """Abort this run when the interpreter exits, unless it has ended by then."""
+    """Abort this run when the interpreter exits, unless the run has ended by then."""
     _running.add(weakref.ref(supervisor, _running.discard))
     before_exit(_end_runs, 100)
 

@@ -99,7 +99,7 @@ class WorkerPool(Runnable):
         return super()._watching()
 
     def _refuse_forked_child(self) -> None:
-        """Raise an error in a forked child, in which a lock of another thread would never be released."""
+        """Raise an error in a forked child, where a lock of another thread would never be released."""
         if self._pid != os.getpid():
             raise self._outside_error()
 

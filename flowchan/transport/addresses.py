@@ -1,4 +1,4 @@
-"""Find the addresses at which other hosts can reach this machine, and handle addresses of channels."""
+"""Find the addresses at which other hosts can reach this machine, and build the addresses of channels."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flowchan.transport.tcp import route_to
 
 
 def address_towards(call: str, peers: Mapping[str, str]) -> str:
-    """Return this machine's address on the kernel's routes to all ``peers``.
+    """Return the address of this machine from which the kernel reaches all ``peers``.
 
-    ``peers`` maps hosts' names to their addresses. A host reached over loopback is this machine, which can
-    reach all its own addresses.
+    ``peers`` maps hosts' names to their addresses. A host that is reached over loopback is this machine
+    itself, and can reach all addresses of this machine.
     """
     ours: dict[str, str] = {}
     for host, peer in peers.items():
@@ -64,9 +64,9 @@ def number_in(address: str) -> int:
 
 
 def mark_of(owner: str, number: int | str) -> str:
-    """Return the mark that an item contains for each channel sent in the item.
+    """Return the mark that an item contains for each channel in it.
 
-    The mark contains the owner's random id, so no other text equals it.
+    The mark contains the owner's random ID. No other text therefore equals it.
     """
     return f"sent by {owner}/{number}"
 

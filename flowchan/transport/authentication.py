@@ -1,6 +1,6 @@
-"""Authenticate the two ends of a new connection to each other, with a shared secret.
+"""Let the two ends of a new connection authenticate each other with a shared secret.
 
-Every message has a fixed size, so a peer cannot choose how much the other side reads::
+Every message has a fixed size, so that a peer cannot choose how much the other side reads::
 
     both      greeting   protocol, role, TLS or not, 32 fresh random bytes, a certificate
     dialled   proof      HMAC-SHA256(key, "dialled: proof") where key = HMAC-SHA256(secret, both greetings)
@@ -52,14 +52,14 @@ Hello = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Encrypt:
-    """Step of a handshake in which TLS begins, with our certificate or the peer's fingerprint."""
+    """Handshake step in which TLS begins, with our certificate or the fingerprint of the peer's."""
 
     ours: Certificate | None
     peer_greeting: bytes
 
 
 class Last(bytes):
-    """Last message of the listening side, which accepts the peer with the hello ``peer_hello``."""
+    """Last message of the listening side. It accepts the peer that sent the hello ``peer_hello``."""
 
     peer_hello: Hello
 
@@ -112,7 +112,7 @@ def meet(
 
 
 class PendingHandshake:
-    """Handshake in progress: a connection whose peer has not proved yet that it knows the secret.
+    """Handshake in progress. The connection's peer has not proved yet that it knows the secret.
 
     No method blocks: ``receive_step()`` takes only data that has arrived.
     """
@@ -137,7 +137,7 @@ class PendingHandshake:
         self._proceed(None)
 
     def receive_step(self) -> None:
-        """Receive at most the bytes of the current step, and continue the handshake.
+        """Receive bytes of the current step, but no further bytes, and continue the handshake.
 
         Raise :class:`Refused` if the handshake fails. If Ctrl-C comes after the peer's last message, the next
         call continues.
@@ -214,7 +214,7 @@ class PendingHandshake:
         return self.messages >= 2
 
     def has_proved(self) -> bool:
-        """Return whether the peer is accepted. The handshake may still need another :meth:`receive_step`."""
+        """Return whether the peer is accepted. The handshake may still need one :meth:`receive_step`."""
         return self._last is not None
 
     def _end(self, last: Last) -> None:
@@ -283,7 +283,7 @@ def greeting(role: bytes, tls: bool = False, fingerprint: bytes = NO_CERTIFICATE
 
 
 def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
-    """Raise ``Refused`` unless a greeting has our protocol, the right role and the same TLS setting."""
+    """Raise ``Refused`` unless a greeting has our protocol and TLS setting, and the right role."""
     if not peer_greeting.startswith(PREAMBLE):
         raise Refused("it does not use the protocol of this version of flowchan")
     rest = peer_greeting[len(PREAMBLE) :]
@@ -307,7 +307,7 @@ def check(peer_greeting: bytes, right: bytes) -> None:
 
 
 def written(hello: Hello) -> bytes:
-    """Return a hello as bytes, padded to their fixed size."""
+    """Return a hello as bytes, padded to the fixed size of hellos."""
     text = json.dumps(hello, allow_nan=False).encode()
     if len(text) > HELLO:
         raise ValueError(f"hello must have at most {HELLO} bytes of JSON, got {len(text)}")

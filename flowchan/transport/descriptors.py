@@ -1,9 +1,9 @@
 """Transfer descriptors of channels and shared memory to other processes.
 
 A child inherits descriptors when it starts. If a channel's item contains descriptors, the kernel carries them
-next to the item (ring_fd_bundles.cpp), so the sender may end before the item is received. If the user pickles
-an object, the pickle refers to the sender's descriptors under ``/proc``. Only processes of the same user can
-open these descriptors, and only while the sender is alive.
+next to the item (ring_fd_bundles.cpp). The sender may therefore end before the item is received. If the user
+pickles an object, the pickle refers to the sender's descriptors under ``/proc``. Only processes of the same
+user can open these descriptors, and only while the sender is alive.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ SHORTAGES = {*_REMEDIES, errno.ENOBUFS}
 
 
 def lacks(error: BaseException) -> bool:
-    """Return whether the error means that this process temporarily lacks memory or descriptors."""
+    """Return whether the error means that this process lacks memory or descriptors at the moment."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SHORTAGES)
 
 
 def shortage(what: str, error: OSError) -> OSError | None:
-    """Return the error to raise if this process lacks memory or descriptors for ``what``; otherwise None.
+    """Return the error to raise if memory or descriptors for ``what`` are lacking, or None otherwise.
 
     The core returns an item to its channel if unpickling raises this error.
     """
@@ -62,7 +62,7 @@ class Inherited(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Descriptors in the bundle that travels with an item.
+    """Descriptors in the bundle that is sent with an item.
 
     The values are the index of the first descriptor, the number of descriptors, and the memory's inode.
     """
@@ -73,7 +73,7 @@ class Sent(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """Object sent next to a packed value, which refers to it by index."""
+    """Object that is sent next to a packed value. The value refers to the object by index."""
 
     place: int
     inode: int
@@ -113,7 +113,7 @@ class Parcel:
         self.counted: list[Callable[[], None]] = []
 
     def take_back(self) -> None:
-        """Undo the counts, because the item will not be sent."""
+        """Undo all counts that were made for the item, because the item will not be sent."""
         for call in self.counted:
             call()
         self.counted.clear()
@@ -127,7 +127,7 @@ class Parcel:
 
 
 class Leaving(Parcel):
-    """Collects the descriptors of an item for another host. An item with descriptors is then rejected."""
+    """Collects the descriptors of an item for another host. An item with any descriptors is rejected."""
 
     on_device = False
     leaves = True
@@ -155,7 +155,7 @@ class DuplicatedDescriptors(Companions):
 
 
 class Unopened(Companions):
-    """Collects the channels in a value, so that other processes can forward the value without unpacking it.
+    """Collects the channels in a value that other processes will forward without unpacking it.
 
     The value must not contain anything that these processes would have to handle.
     """
@@ -201,7 +201,7 @@ now = _Now()
 
 @contextlib.contextmanager
 def for_several_processes(several: bool) -> Iterator[None]:
-    """In this block, pickle values for several processes."""
+    """In the ``with`` block, pickle values for several processes."""
     now.for_several = several
     try:
         yield
@@ -211,7 +211,7 @@ def for_several_processes(several: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_another_host() -> Iterator[None]:
-    """In this block, pickle this thread's values for another host."""
+    """In the ``with`` block, pickle this thread's values for another host."""
     outer, now.for_host = now.for_host, True
     try:
         yield

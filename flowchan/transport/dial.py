@@ -1,4 +1,4 @@
-"""Connect to a known address with a known secret, and retry while the peer is absent."""
+"""Connect to a known address with a known secret, and retry while no peer listens there."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Python runs signal handlers between any two bytecodes of the main thread. Most programs have handlers that
 raise: ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may interrupt
-the code at any point. The tools in this file keep code correct nevertheless:
+the code at any point. The tools in this file keep code correct in spite of this:
 
 - ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. The signals take effect when
   the block ends.
@@ -72,7 +72,7 @@ def interrupts_deferred() -> Iterator[DeferralBlock]:
 
 @contextlib.contextmanager
 def interrupts_allowed() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM take effect immediately, within a block that defers them.
+    """Let Ctrl-C and SIGTERM take effect immediately, inside a block that defers them.
 
     Use this for a long wait that leaves nothing half done.
     """
@@ -115,13 +115,13 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 class Termination(KeyboardInterrupt):
-    """Raised instead of ``KeyboardInterrupt`` when SIGTERM arrives where it acts like Ctrl-C."""
+    """Raised instead of ``KeyboardInterrupt`` if the signal was SIGTERM."""
 
     signal = signal.SIGTERM
 
 
 def signal_of(error: KeyboardInterrupt) -> int:
-    """Return the number of the signal behind an interrupt."""
+    """Return the number of the signal that caused an interrupt."""
     return getattr(error, "signal", signal.SIGINT)
 
 
@@ -186,7 +186,7 @@ os.register_at_fork(
 
 
 def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
-    """Return the types for an ``except`` clause that should not catch interrupts.
+    """Return the exception types for an ``except`` clause that must not catch interrupts.
 
     ``except unless_interrupted(OSError) as error:`` catches a ``TimeoutError`` from the call itself, but not
     one that a signal handler raised during the call.
@@ -196,7 +196,7 @@ def unless_interrupted(*kinds: type[E]) -> tuple[type[E], ...]:
 
 
 def is_interrupt(error: BaseException) -> bool:
-    """Return whether a signal handler of this process raised the error, or the error ends the program.
+    """Return whether a signal handler in this process raised the error, or the error ends the program.
 
     The interrupted call did not cause such an error. ``KeyboardInterrupt``, for example, ends the program.
     """
@@ -210,7 +210,7 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def _called(error: BaseException) -> Iterator[CodeType]:
-    """Yield the code of each Python function below the one that catches the error."""
+    """Yield the code of each Python function that the error has left on its way to the handler."""
     trace = error.__traceback__ and error.__traceback__.tb_next
     while trace is not None:
         yield trace.tb_frame.f_code
@@ -245,12 +245,12 @@ class InterruptWatch:
     """Notices Ctrl-C while the watch is open, and makes SIGTERM raise :class:`Termination`.
 
     A generator needs a watch, because an interrupted loop only closes its generator. The watch may be opened
-    several times, and ends after as many closes.
+    several times, and ends when it has been closed the same number of times.
 
     Attributes:
-        seen: Ctrl-C or SIGTERM has raised ``KeyboardInterrupt``.
-        handled: Ctrl-C was pressed, but the program's own handler did not raise. The handler of asyncio is an
-            example.
+        seen: True if Ctrl-C or SIGTERM has raised ``KeyboardInterrupt``.
+        handled: True if Ctrl-C was pressed, but the program's own handler did not raise. The handler of
+            asyncio is an example.
     """
 
     def __init__(self, instead: Callable[[int], KeyboardInterrupt | None]) -> None:
@@ -286,7 +286,7 @@ class InterruptWatch:
             _end_termination()
 
     def still_raised(self) -> KeyboardInterrupt | None:
-        """Return the exception that replaced ``KeyboardInterrupt``, if it is still in flight.
+        """Return the exception that replaced ``KeyboardInterrupt``, if that exception is still being handled.
 
         Return None if it was caught and dropped.
         """
@@ -337,7 +337,7 @@ class _Layer:
             self.deliver(number, frame)
 
     def deliver(self, number: int, frame: Any) -> None:
-        """Call the program's handler, and report the signal to the watches, the oldest first."""
+        """Call the program's handler, and report the signal to all watches, oldest first."""
         watches = list(self.watches)
         try:
             self.below(number, frame)
@@ -376,7 +376,7 @@ def _deliver() -> None:
 
 
 def _install(number: int) -> _Layer | None:
-    """Return the top layer of a signal, and install one if necessary.
+    """Return the top layer of a signal's handlers, and install a layer if necessary.
 
     Return None if the signal's handler is not a Python function.
     """
@@ -391,7 +391,7 @@ def _install(number: int) -> _Layer | None:
 
 
 def _restore(number: int) -> None:
-    """Remove the top layer if it is unused, and then the SIGTERM handler if nothing needs it."""
+    """Remove the top layer if it is unused, and then the SIGTERM handler if no block needs it."""
     layer = signal.getsignal(number)
     if isinstance(layer, _Layer) and not layer.watches and not _blocks and _in_main_thread():
         signal.signal(number, layer.below)

@@ -24,7 +24,7 @@ worker's outputs.
 
 @dataclass(frozen=True, slots=True)
 class LinkBroken:
-    """A connection has ended. Each connection causes this event once.
+    """A connection of the link has ended. This event occurs once for each connection.
 
     Attributes:
         why: Why it ended.
@@ -41,7 +41,7 @@ class LinkBroken:
 
 @dataclass(frozen=True, slots=True)
 class StreamFinished:
-    """At the owner: a worker sends nothing more on this stream, and everything that it sent has been put."""
+    """At the owner: a worker sends nothing more on this stream, and all items that it sent have been put."""
 
     stream: int
 
@@ -65,7 +65,7 @@ class ItemTooLarge:
 
 @dataclass(frozen=True, slots=True)
 class OutputToFetch:
-    """At an agent: an item has arrived whose payload is on another host, at ``location``."""
+    """At an agent: an item has arrived, but its payload is on another host, at ``location``."""
 
     stream: int
     port: int
@@ -87,7 +87,7 @@ class LinkClosed:
 
 @dataclass(frozen=True, slots=True)
 class LinkIdle:
-    """No event has occurred for some time.
+    """No event has occurred within the timeout.
 
     Attributes:
         connected: True if the link was connected at the beginning of that time. If the link has broken since

@@ -96,7 +96,7 @@ class AuthenticatedListener:
                 )
 
     def _next_event(self, now: float, give_up: float | None) -> float | None:
-        """Return the seconds until the next timer expires, or None without a timer."""
+        """Return the seconds until the next timer expires, or None if no timer is set."""
         times = [give_up] if give_up is not None else []
         times += [pending.give_up for pending in self._pending[:1]]
         if self._closed_until:
@@ -134,7 +134,7 @@ class AuthenticatedListener:
             self._drop_one_peer()
 
     def _drop_one_peer(self) -> None:
-        """Reject a peer because there are too many handshakes; see the module docstring."""
+        """Reject one peer because too many handshakes are in progress; see the module docstring."""
         unproved = [pending for pending in self._pending if not pending.knows_secret()]
         if not unproved:
             return
@@ -217,7 +217,7 @@ class AuthenticatedListener:
         return self._ready.fileno()
 
     def has_proved_peer(self) -> bool:
-        """Return whether an authenticated peer is still waiting because Ctrl-C ended the last ``accept``."""
+        """Return whether an authenticated peer still waits because Ctrl-C interrupted the last ``accept``."""
         return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:

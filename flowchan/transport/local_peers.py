@@ -54,7 +54,7 @@ def local_peer(shown: dict[str, Any]) -> LocalPeer | None:
 
 @cache
 def machine() -> str:
-    """Return an id of the boot and pid namespace in which process ids are unique; "" if unknown."""
+    """Return an ID of this boot and PID namespace, in which process IDs are unique; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

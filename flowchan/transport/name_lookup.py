@@ -1,4 +1,4 @@
-"""Look up host names with a time limit, and let interrupts end the lookup."""
+"""Look up host names, with a time limit and in a way that interrupts can end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def resolve(host: str, port: int, requested: str, timeout: float | None = None) 
 
 
 def _looked_up(host: str, port: int, timeout: float | None) -> list[Resolved] | str:
-    """Return the addresses of a name, or the reason why they are unknown.
+    """Return the addresses of a name, or the reason why the lookup failed.
 
     The C library ignores signals during a lookup, which may take 10 s or more. A thread therefore makes the
     call. The thread is a daemon, so it does not delay the end of the program.

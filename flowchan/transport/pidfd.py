@@ -12,7 +12,7 @@ def open_pidfd(pid: int) -> int | None:
     """Open a descriptor that becomes readable when a process ends.
 
     Args:
-        pid: Id of the process.
+        pid: ID of the process.
 
     Returns:
         The descriptor; None if the kernel lacks pidfds or a seccomp filter forbids them.

@@ -1,4 +1,4 @@
-"""Exchange small values between processes that do not know each other yet, through a coordinator.
+"""Exchange small values, through a coordinator, between processes that do not know each other yet.
 
 The exchange works in rounds. Each participant sends a line of JSON, and when all lines have arrived, the
 coordinator sends all of them to everyone. If a participant leaves, the others learn that the rendezvous has
@@ -91,7 +91,7 @@ class Coordinator:
         return b""
 
     def add_line(self, rank: int, words: bytes) -> bytes:
-        """Add a rank's line to this round; return the round if it is complete."""
+        """Add the line that a rank has sent to this round; return the round if it is complete."""
         self._lines[rank] += words
         if not all(line.endswith(b"\n") for line in self._lines):
             return b""
@@ -175,7 +175,7 @@ class Coordinator:
                 raise RendezvousEnded(self.over, True)
 
     def gather(self, value: Any) -> list[Any]:
-        """Exchange a value on behalf of rank 0, like :meth:`Participant.gather`."""
+        """Exchange rank 0's value with all participants, like :meth:`Participant.gather`."""
         answer = self.add_line(0, json.dumps(value).encode() + b"\n")
         while not answer:
             answer = self._receive_ready()

@@ -1,4 +1,4 @@
-"""Connect hosts over TCP: listen, dial, and find the address at which peers reach this host.
+"""Connect hosts over TCP: listen, dial, and find this host's address towards a peer.
 
 An address is text of the form ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. This machine's
 name is never used, because many systems resolve it to 127.0.1.1. The address for a peer is the source address
@@ -68,7 +68,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def joined(name: tuple[str | int, ...] | str | bytes) -> str:
-    """Return a socket name as an address. A Unix socket's name is a path, or bytes."""
+    """Return a socket name as an address. The name of a Unix socket is a path or bytes."""
     if not isinstance(name, tuple):
         return os.fsdecode(name).lstrip("\0") or "a local peer"
     host = str(name[0])

@@ -70,7 +70,7 @@ def certificate() -> Certificate:
 
 @contextlib.contextmanager
 def _own_pidfd() -> Iterator[int | None]:
-    """Yield a pidfd of this process for its child; None if the kernel does not support pidfds."""
+    """Yield a pidfd of this process for its child, or None if the kernel does not support pidfds."""
     pidfd = open_pidfd(os.getpid())
     try:
         yield pidfd
@@ -134,7 +134,7 @@ class TlsProxy:
         threading.Thread(target=process.wait, name="flowchan: end of a TLS proxy", daemon=True).start()
 
     def reason(self) -> str:
-        """Return why the proxy ended; empty if TLS had begun. Call this once ``end`` reads as closed."""
+        """Return why the proxy ended, or "" if TLS had begun. Call this after ``end`` reads as closed."""
         return self._reason_pipe.readline().decode().strip()
 
     def forget(self) -> None:

@@ -2,7 +2,7 @@
 
 This is a separate program that ``tls.py`` starts. The program uses only the standard library, so it starts
 fast and never waits for user code. The program ends when one side has ended and all remaining bytes have been
-passed on, or when its parent dies. It does not receive Ctrl-C, because the program may still need the
+passed on, or when its parent dies. The proxy does not receive Ctrl-C, because the program may still need the
 connection.
 """
 
@@ -31,7 +31,7 @@ class ProxyFailed(Exception):
 
 
 def context(pem: str) -> ssl.SSLContext:
-    """Return a TLS 1.3 context with the certificate in ``pem``; for the dialling end if ``pem`` is empty.
+    """Return a TLS 1.3 context with the certificate in ``pem``, or for the dialling end if ``pem`` is empty.
 
     No authority has signed the certificates. Instead, :func:`check_certificate` compares the peer's
     certificate with the fingerprint authenticated in the handshake.
@@ -105,7 +105,7 @@ class Encrypted:
         return self.decrypt()
 
     def decrypt(self) -> tuple[memoryview, bytes]:
-        """Decrypt all received bytes; return the same pair as :meth:`receive`.
+        """Decrypt all received bytes, and return a pair like that of :meth:`receive`.
 
         At most the beginning of a record stays undecrypted, so the plain bytes always fit.
         """

@@ -1,4 +1,4 @@
-"""Define flowchan's version, and check that both ends of a connection have the same versions.
+"""Define flowchan's version, and check that both ends of a connection run the same versions.
 
 The version is a constant in this file, which the build reads. To read it from the installation's metadata
 would take a sixth of an agent's start time.
@@ -20,7 +20,7 @@ def versions() -> dict[str, Any]:
 
 
 def differs(peer_versions: Mapping[str, Any]) -> str:
-    """Return why this process cannot communicate with a peer that has these versions; empty if it can."""
+    """Return why this process cannot communicate with a peer of these versions, or "" if it can."""
     ours = versions()
     if all(peer_versions.get(word) == version for word, version in ours.items()):
         return ""

@@ -67,13 +67,13 @@ class Children:
 
     @property
     def alive(self) -> Children:
-        """Return the group of the members that are still running."""
+        """Return a group of the members that are still running."""
         alive = (state.number for state in self._states if not state.ended.is_set())
         return Children(self._started, tuple(alive))
 
     @property
     def graph(self) -> Graph:
-        """Return the graph in which the children are a stage; use it to draw the children."""
+        """Return the graph in which the children form a stage, for drawing."""
         return self._started.graph
 
     def report(self) -> str:
@@ -116,7 +116,7 @@ class Children:
         group_calls.run(self._states, (function, args, kwargs), self._started.remote)
 
     def join(self, message: Any = "", timeout: float | None = None) -> None:
-        """Wait until each member calls ``parent.pause()``, which then returns the message.
+        """Pass a message to ``parent.pause()`` in each member, and wait until all members have received it.
 
         Args:
             message: Value that ``pause`` returns in each member (default: ``""``).

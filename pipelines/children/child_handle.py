@@ -12,7 +12,7 @@ from flowchan.pipelines.children.started_children import StartedChildren
 class Child:
     """Handle of one child.
 
-    ``kids[3]`` returns the handle of child 3. A call that needs the child can raise these errors:
+    ``kids[3]`` returns the handle of child 3. A call that needs a running child can raise these errors:
 
     - ``ChildDied`` if the child has died.
     - ``StageError`` if the child's function has raised an exception, which becomes the cause.
@@ -45,7 +45,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the child on its host; 0 if the child died or was closed before it started.
+        """Process ID of the child on its host; 0 if the child died or was closed before it started.
 
         The first access waits until the child has started.
         """
@@ -78,7 +78,7 @@ class Child:
         group_calls.run((self._state,), (function, args, kwargs), self._started.remote)
 
     def join(self, message: Any = "", timeout: float | None = None) -> None:
-        """Wait until the child calls ``parent.pause()``, which then returns the message.
+        """Pass a message to ``parent.pause()`` in the child, and wait until the child has received it.
 
         Args:
             message: Value that ``pause`` returns (default: ``""``).

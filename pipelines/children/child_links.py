@@ -9,7 +9,7 @@ from flowchan.pipelines.marshalled import Marshalled
 
 
 class SentOnce(Marshalled[Any]):
-    """Large value that is written to shared memory once and read there by several children."""
+    """Large value, which is written to shared memory once and which several children read there."""
 
 
 class ChildLinks(NamedTuple):
@@ -24,8 +24,8 @@ class ChildLinks(NamedTuple):
         up: Carries the values that the child sends.
         joins: Carries the numbered messages of ``join``.
         answers: Carries the numbers of the messages that ``pause`` has received.
-        reports: Carries pairs of a child's number and its process id or printed text. All children share
-            this channel.
+        reports: Carries pairs of a child's number and either its process ID or text that it has printed. All
+            children share this channel.
     """
 
     number: int
@@ -37,7 +37,7 @@ class ChildLinks(NamedTuple):
     reports: Channel[tuple[int, int | str]]
 
     def close(self) -> None:
-        """Close the channels of this child. Values that are already in a channel can still be received."""
+        """Close the channels of this child. Values in a channel can still be received."""
         for channel in (self.down, self.up, self.joins, self.answers):
             channel.close()
 

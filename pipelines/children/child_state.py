@@ -20,14 +20,14 @@ STAGE = "children"
 
 
 def released() -> Channel[Any]:
-    """Return a closed channel that replaces a released channel."""
+    """Return a closed channel that takes the place of a released channel."""
     channel: Channel[Any] = Channel(1)
     channel.close()
     return channel
 
 
 class Alive:
-    """Count of the children that have not exited. After the last exit, the report channel is closed."""
+    """Number of children that have not exited. The last exit closes the report channel."""
 
     def __init__(self, count: int, reports: Channel[Any]) -> None:
         self._ends = itertools.count(1)
@@ -46,7 +46,7 @@ class Alive:
     def wait_for(self, condition: Callable[[], bool], until: float | None) -> None:
         """Wait until the condition is true or the deadline passes.
 
-        Only the exit of a child may change the condition.
+        The condition must depend only on which children have exited.
         """
         while True:
             ended = self._next_end  # read this first, so that the check below sees all earlier exits
@@ -63,12 +63,12 @@ class ChildState:
     Attributes:
         links: Channels of the child.
         host: Name of the child's host.
-        pid: Process id of the child; 0 until ``greeted`` is set.
-        greeted: Set when the process id is known or the child has exited.
+        pid: Process ID of the child; 0 until ``greeted`` is set.
+        greeted: Set when the process ID is known or the child has exited.
         has_program: True if ``run`` has sent a function.
         ended: Set when the child has exited for any reason.
         alive: Count of the running children that the same call started.
-        owner: Process id of the program that started the child.
+        owner: Process ID of the program that started the child.
         value: Return value of the child's function.
     """
 
@@ -98,7 +98,7 @@ class ChildState:
     # --- outcome ---
 
     def end(self, why: Callable[[str], Exception] | None = None, value: Any = None) -> None:
-        """Record that the child has exited. ``why`` takes a call's name and returns the error to raise."""
+        """Record that the child has exited. ``why`` maps a call's name to the error that the call raises."""
         with self._outcome:
             if self.ended.is_set():
                 return
@@ -158,7 +158,7 @@ class ChildState:
         return None if self._why is None else self._why(call)
 
     def gone(self, call: str) -> Exception:
-        """Return the error for a call that needs the child, after the child has exited."""
+        """Return the error for a call that needs a running child, after the child has exited."""
         return self.failure(call) or Closed(f"{call}: child {self.number} has ended")
 
     # --- values ---
@@ -170,7 +170,7 @@ class ChildState:
         return self._unread.popleft() if self._unread else self.links.up.get(remaining(until))
 
     def give_back(self, value: Any) -> None:
-        """Keep a value for the next call, because the call that received it has failed."""
+        """Keep a value for the next call, because the call that received the value has failed."""
         self._unread.appendleft(value)
 
     # --- rendezvous ---
@@ -189,7 +189,7 @@ class ChildState:
         return number
 
     def answered(self, number: int, until: float | None) -> None:
-        """Wait until ``pause`` in the child has received this message."""
+        """Wait until ``pause`` in the child has received the message with this number."""
         while self.links.answers.get(remaining(until)) != number:
             pass  # skip the answer to an earlier message that could not be withdrawn
         self._unmet = False
@@ -200,7 +200,7 @@ class ChildState:
         self._joining.release()
 
     def _withdraw(self) -> None:
-        """Withdraw the message of a failed join if the child has not read it."""
+        """Withdraw the message of a failed join, unless the child has read the message."""
         try:
             while True:
                 self.links.joins.get_nowait()

@@ -10,9 +10,10 @@ from flowchan.hosts.code import lacking, own_modules, pack_stage
 
 
 class CodeForHosts:
-    """Wrapper for a function.
+    """Picklable wrapper for a function whose module a host may lack.
 
-    Unpickling it returns the function: by reference if the host has the module, otherwise by value.
+    Unpickling the wrapper returns the function. The function comes from its module if the host has that
+    module, and otherwise from the pickle.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -1,8 +1,7 @@
 """Call several children at once.
 
 A call serves every live child before it raises an error. If several children failed, the call raises the
-error of the first dead child or, without a death, the first error. The other errors are attached to it as
-notes.
+error of the first dead child or, if no child died, the first error. The other errors are attached as notes.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SMALL = (str, int, float, bool, type(None))
 
 
 class _Misses:
-    """Children that a call could not serve, and the reasons."""
+    """Children on which a call has failed or was late, and the reasons."""
 
     def __init__(self, call: str, timeout: float | None) -> None:
         self._call, self._timeout = call, timeout
@@ -51,7 +50,7 @@ class _Misses:
             self._errors.append(error)
 
     def check(self) -> None:
-        """Raise the first error, or ``TimeoutError`` if children were late but none failed."""
+        """Raise the first error, or raise ``TimeoutError`` if some children were late and none failed."""
         if self._errors:
             self._errors.sort(key=lambda error: not isinstance(error, ChildDied))
             first, *others = self._errors
@@ -101,7 +100,7 @@ def shared(value: Any, children: States, remote: bool) -> Any:
 
 
 def _local(packed: Any) -> Any:
-    """Return the channel item that carries a value to several children on this machine."""
+    """Return the item that carries a value to several children on this machine."""
     once = Opening(packed)
     buffers = packed[1:] if isinstance(packed, list) else []
     if not all(isinstance(one, PickleBuffer) for one in buffers):  # each child needs a copy of a channel

@@ -29,7 +29,7 @@ class Parent:
     Attributes:
         number: Number of the child, from 1.
         host: Name of the child's host; empty on the program's machine.
-        speed: Speed of the host relative to the pool's fastest host: above 0, at most 1.
+        speed: Speed of the host relative to the pool's fastest host, above 0 and at most 1.
 
     Example:
         >>> from flowchan.pipelines import children
@@ -212,7 +212,7 @@ _parent: Parent | None = None
 
 
 def child_main(links: ChildLinks) -> tuple[int, Any]:
-    """Run the function of a child. The child's worker calls ``child_main``.
+    """Run the function of a child. This is the main function of the child's worker.
 
     If the child has already died or was closed, return without running a function, so that the stage can
     finish.

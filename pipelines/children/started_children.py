@@ -29,7 +29,7 @@ States = Mapping[int, ChildState]
 
 
 class StartedChildren:
-    """The children that one call to ``start`` has started, and their run.
+    """Children that one call of ``start`` has started, and their run.
 
     Attributes:
         states: State of each child, by number.
@@ -155,7 +155,7 @@ class StartedChildren:
 
 
 class Reports:
-    """Prints the output of children on a thread of this program, and records their process ids."""
+    """Prints the output of children on a thread of this program, and records their process IDs."""
 
     def __init__(self, channel: Channel[tuple[int, int | str]], states: States) -> None:
         self._channel, self._states = channel, states
@@ -204,7 +204,7 @@ def _failed(states: States, failed: Failed[Any]) -> None:
 
 
 def _told(states: States, told: Any) -> None:
-    """Record the deaths and failures of children. The supervisor's thread calls this function."""
+    """Record the deaths and failures of children, on the supervisor's thread."""
     if not isinstance(told, Decided):
         return
     match told.event:

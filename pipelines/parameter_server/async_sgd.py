@@ -1,4 +1,4 @@
-"""Implement AsySG-InCon: workers push gradients, and pull parameters while the server updates them."""
+"""Implement AsySG-InCon: workers push gradients, and pull parameters that the server is updating."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ class AsySGInCon(Replica):
     """Train a replica with asynchronous SGD and inconsistent reads.
 
     In each step, the replica pushes its gradients and pulls the parameters without waiting for other workers.
-    The server may update the parameters during a pull, so some of the pulled tensors can be newer than
+    The server may update the parameters during a pull. Some of the pulled tensors can therefore be newer than
     others. The server sums the gradients from all workers. After every 32 gradients, it takes one step with
     the sum.
 
-    AsySGInCon replaces the optimizer: compute the gradients, then call :meth:`step`. The constructor copies
-    the server's parameters into the model. The model's buffers, such as running means, stay local.
+    AsySGInCon replaces the optimizer. In each training step, compute the gradients, and then call
+    :meth:`step`. The constructor copies the server's parameters into the model. The model's buffers, such as
+    running means, stay local.
 
     The algorithm is AsySG-InCon by Lian et al., "Asynchronous Parallel Stochastic Gradient for Nonconvex
     Optimization" (2015). The default of 32 gradients follows pytorch_ps_mpi.

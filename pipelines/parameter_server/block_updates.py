@@ -79,7 +79,7 @@ class BlockUpdates:
         Args:
             rule: The rule.
             values: The pushed values by name.
-            rows: Ids of the pushed rows of each tensor, unique and ascending; None for whole tensors.
+            rows: IDs of the pushed rows of each tensor, unique and ascending; None for whole tensors.
             scale: Factor that multiplies the values.
             current: Arrays of the current block by name, including slots. The call does not change these
                 arrays.
@@ -129,7 +129,7 @@ class BlockUpdates:
 def _catch_up(
     current: Mapping[str, Any], shadow: MutableMapping[str, Any], stale: Changes | None, written: Any = ()
 ) -> None:
-    """Copy the last push's changes into the shadow block, except for arrays that the new push overwrites."""
+    """Copy the changes of the last push into the shadow block, except arrays that the new push overwrites."""
     for name, ids in (dict.fromkeys(current) if stale is None else stale).items():
         if name in written:
             continue
@@ -176,7 +176,7 @@ def updates_of_shards(
 
 
 def optimized(slots: Collection[str]) -> tuple[bool, frozenset[str]]:
-    """Return whether whole tensors have an optimizer, and the names of the tables with a row optimizer."""
+    """Return whether the tensors have an optimizer, and the names of the tables that have a row optimizer."""
     dense = any(slot.startswith(f"{OPTIMIZER}/") for slot in slots)
     start, end = f"{ROWS}/", ".json"
     tables = (slot[len(start) : -len(end)] for slot in slots if slot.startswith(start) and slot.endswith(end))

@@ -1,13 +1,13 @@
-"""Order in which all shards on a pool perform the calls of all clients.
+"""Decide the order in which all shards on a pool perform the calls of all clients.
 
 Algorithm. A client sends each push, and each pull that must not race with pushes, to the keepers of all
-shards. A keeper *stages* the call and tells the program. Once all keepers have staged a call, the program
-tells them to perform it. The next call follows when all keepers have performed this one. All shards therefore
-perform the same calls in the same order, and their versions differ by at most one.
+shards. A keeper *stages* the call and tells the program. When all keepers have staged a call, the program
+tells them to perform it. The next call follows when all keepers have performed this call. All shards
+therefore perform the same calls in the same order, and their versions differ by at most one.
 
 Lost clients. A client may die before all keepers have its call. Each keeper tells the program when its
-session with the client has ended. A call that such a keeper has not staged by then can never be complete, so
-the program tells the other keepers to discard it.
+session with the client has ended. A call that such a keeper has not staged by then can never be complete. The
+program therefore tells the other keepers to discard it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CallId = tuple[str, int]
 
 
 class Notice(NamedTuple):
-    """Message from a keeper to the program.
+    """Notice that a keeper sends to the program.
 
     Attributes:
         shard: Number of the keeper's shard.
         kind: Whether the keeper has staged or performed a call, or has lost a client.
-        call: Id of the call. If a client was lost, the number in this id is 0.
+        call: ID of the call. If a client was lost, the number in this ID is 0.
     """
 
     shard: int
@@ -34,7 +34,7 @@ class Notice(NamedTuple):
 
 
 class KeeperOrder(NamedTuple):
-    """Message from the program to all keepers: perform or discard a call."""
+    """Order from the program to all keepers to perform or discard a call."""
 
     perform: bool
     call: CallId
@@ -55,7 +55,7 @@ class CallOrder:
         self._lost: defaultdict[str, set[int]] = defaultdict(set)
 
     def after(self, notice: Notice) -> list[KeeperOrder]:
-        """Take a notice, and return the orders that all keepers must get next."""
+        """Process a notice, and return the orders that all keepers must get next."""
         shard, kind, call = notice
         if kind == "performed":
             self._performing.discard(shard)
@@ -83,7 +83,7 @@ class CallOrder:
         return [KeeperOrder(True, self._complete.popleft())]
 
     def _discarded(self, call: CallId) -> list[KeeperOrder]:
-        """Discard a call if a keeper has lost the client without staging the call."""
+        """Discard a call if a keeper has lost the call's client before it staged the call."""
         if self._lost.get(call[0], set()) <= self._staged[call]:
             return []
         del self._staged[call]

@@ -4,7 +4,7 @@ The block consists of units of two bytes, the size of a ``bfloat16``. Each 65,53
 contains the position and the value of each changed unit, four bytes in total. If more than half of the units
 in a bucket have changed, the delta contains the whole bucket instead, because this takes less space.
 
-Units are compared as integers, so the delta preserves all bits, even in NaNs.
+Units are compared as integers. The delta therefore preserves all bits, even in NaNs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Delta:
 
 
 def changed_units(old: memoryview, new: memoryview) -> Any:
-    """Return a NumPy bit array with one bit per unit. A bit is 1 if the unit has changed.
+    """Return a NumPy array with one bit per unit, which is 1 if the unit has changed.
 
     Args:
         old: The old block, whose size must be a multiple of 16 bytes.

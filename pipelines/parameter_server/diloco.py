@@ -1,4 +1,4 @@
-"""Implement DiLoCo: replicas train for many steps per round, and an outer optimizer combines their results.
+"""Implement DiLoCo: in each round, replicas train for many steps and an outer optimizer combines the results.
 
 *State.* The server holds the parameters, the summed differences from the replicas, the state of the outer
 optimizer, and the round counters. When a replica is killed, no shared state is lost.
@@ -9,7 +9,7 @@ contributions.
 *Closing.* One replica pulls this whole state, takes the outer step, and pushes the result with the sums reset
 to zero. The server drops this push if any other push came first (``max_staleness=0``). Each round is
 therefore closed exactly once, by any replica, and includes every counted contribution. The last contributor
-closes the round at once. Earlier contributors close it only if the last one does not.
+closes the round at once. Earlier contributors close the round only if the last contributor does not.
 """
 
 from __future__ import annotations
@@ -177,14 +177,14 @@ class DiLoCo(Replica):
 
     @property
     def rounds(self) -> int:
-        """Return the number of completed rounds, as of this replica's last exchange with the server.
+        """Return the number of rounds that were complete at this replica's last exchange with the server.
 
         In a group, only rank 0 knows this number.
         """
         return self._counts.rounds
 
     def step(self) -> None:
-        """Count one optimizer step, and contribute to a round if one is due.
+        """Count one optimizer step, and contribute to a round if a contribution is due.
 
         Call this method after each optimizer step.
 
@@ -246,7 +246,7 @@ class DiLoCo(Replica):
         return self._pull()
 
     def _pull(self) -> Values:
-        """Pull the server's parameters, and save them as the starting point of the round."""
+        """Pull the server's parameters, and save them as the starting point of a new round."""
         self._finish_push()
         try:
             found = self._pulled([*self._parameters, _ROUND], self._version, self._limit())
@@ -302,7 +302,7 @@ class DiLoCo(Replica):
                 continue  # it is time to close the round or to give up
 
     def _close(self, sent_at: int, limit: float) -> None:
-        """Take the outer step, unless another push comes first or the round has ended."""
+        """Take the outer step, unless the round has ended or another push comes before the step."""
         names = [*self._parameters, *(_SUM + name for name in self._parameters), *self._outer.slots, _ROUND]
         state = {name: value.clone() for name, value in self._pulled(names, sent_at, limit).items()}
         counts, version = _counts(state), self._seen

@@ -22,8 +22,9 @@ class Downpour(Replica):
     copies the server's parameters, and then adds the local updates that are not yet on the server. A pull
     therefore neither loses nor repeats a local step.
 
-    Downpour replaces the optimizer: compute the gradients, then call :meth:`step`. The constructor copies the
-    server's parameters into the model. The model's buffers, such as running means, stay local.
+    Downpour replaces the optimizer. In each training step, compute the gradients, and then call :meth:`step`.
+    The constructor copies the server's parameters into the model. The model's buffers, such as running means,
+    stay local.
 
     The algorithm is Downpour SGD by Dean et al., "Large Scale Distributed Deep Networks" (2012). Prefetching
     and the delayed start follow TorchMPI.
@@ -38,8 +39,8 @@ class Downpour(Replica):
             (default 10).
         prefetch: Number of steps between the start of a pull and the use of its result, less than
             ``pull_every`` (default 0).
-        start: Number of steps before the first interval begins (default 0). The first push includes the
-            updates from these steps.
+        start: Number of steps before the first exchange interval begins (default 0). The first push includes
+            the updates from these steps.
         momentum: Nesterov momentum of the local updates, at least 0 and less than 1 (default 0).
         **options: Options that all algorithms accept:
             group (Group): Group whose members have identical replicas and average their gradients (default:
@@ -171,7 +172,7 @@ class Downpour(Replica):
         self._unsent = {}
 
     def _merged(self) -> Values:
-        """Return the server's parameters plus the local updates that they do not include."""
+        """Return the server's parameters plus the local updates that the server has not applied yet."""
         fetched = dict(self._fetched())
         version = self._seen
         for handle, updates in self._since:  # empty if no prefetch has started

@@ -1,4 +1,4 @@
-"""Implement asynchronous elastic averaging SGD: replicas and server parameters move towards each other."""
+"""Implement asynchronous elastic averaging SGD: the parameters of replicas and server attract each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class ElasticAveraging(Replica):
             ``ParameterServer(model.state_dict())``.
         model: Model that this worker trains.
         every: Number of steps between exchanges, at least 1 (default 10).
-        alpha: Fraction of their difference by which replica and centre move, between 0 and 1 (default 0.1).
+        alpha: Fraction of the difference by which replica and centre move towards each other, between 0 and 1
+            (default 0.1).
         prefetch: Number of steps between the pull of the centre and the exchange, less than ``every``
             (default 0).
         start: Number of steps before the first interval begins (default 0).
@@ -132,7 +133,7 @@ class ElasticAveraging(Replica):
         self._adopt(self._pull)
 
     def _attracted(self) -> Values:
-        """Push the elastic difference to the server, and return the replica's new parameters."""
+        """Push the elastic difference to the server, and return the replica's parameters without it."""
         centre = self._fetched()
         own = {name: parameter.detach() for name, parameter in self._parameters.items()}
         pulls = {name: (x - centre[name].to(x.device)) * self._alpha for name, x in own.items()}

@@ -1,4 +1,4 @@
-"""Encode tensors, which clients compress before a push and the server decodes."""
+"""Encode tensors: clients compress them before a push, and the server decodes them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Encoder:
 
     @contextmanager
     def restored_on_error(self, codes: Codes) -> Iterator[None]:
-        """Restore the attributes of the code objects if the block raises, so that nothing counts as sent.
+        """Restore the attributes of the code objects if the block raises, because nothing was sent then.
 
         Args:
             codes: The code of the block.

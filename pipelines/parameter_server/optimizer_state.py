@@ -1,7 +1,7 @@
-"""Store a torch optimizer's state in a shard's block, so that state and parameters share one version.
+"""Store a torch optimizer's state in a shard's block, so that it has the version of the parameters.
 
-Each tensor of the state has a *slot*, which is an array in the block. One more slot stores the rest of a
-parameter's state, such as a step count, as JSON.
+Each tensor of an optimizer's state has a *slot*, which is an array in the block. A further slot for each
+parameter stores the rest of its state, such as a step count, as JSON.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OptimizerState:
         return f"{self._prefix}/{name}.json"
 
     def _try(self, copies: Mapping[str, Any], sparse: bool) -> None:
-        """Take a step with zero gradients, and create the slots."""
+        """Take a trial step with zero gradients, to find out which slots to create."""
         import numpy as np
         import torch
 
@@ -113,7 +113,7 @@ class OptimizerState:
 
         Args:
             block: Arrays and tensors of the block by name, including slots.
-            gradients: Gradients by name. Parameters without a gradient do not change, nor does their state.
+            gradients: Gradients by name. Parameters without a gradient keep their values and their state.
         """
         views = {name: as_tensor(block[name]) for name in self.names}
         if self._optimizer is None:

@@ -125,7 +125,7 @@ class ParameterClient(RowClient):
         timeout: float | None = None,
         codes: Codes | None = None,
     ) -> PushHandle:
-        """Send values to the server, which applies a rule to them exactly once.
+        """Send values to the server, which applies a rule with these values exactly once.
 
         The call waits while the server's channel is full, and returns when the channel has the values.
 
@@ -139,7 +139,7 @@ class ParameterClient(RowClient):
             max_staleness: Largest allowed number of versions between ``at`` and the version that the push
                 changes (default: no limit).
             stale: ``"drop"`` (default): the server drops a push whose values are too old. ``"wait"``: the
-                call waits for slower clients. Every other client's last pull must be no more than
+                call waits for slower clients. It ends when every other client's last pull is at most
                 ``max_staleness`` versions behind the version that the push creates.
             timeout: Maximum seconds to wait (default: no limit).
             codes: Code that compresses the values (see :meth:`encode`; default: none).
@@ -230,11 +230,11 @@ class ParameterClient(RowClient):
         consistent: bool = True,
         timeout: float | None = None,
     ) -> Any:
-        """Copy the server's tensors, all at the same version.
+        """Copy the server's tensors. All copies have the same version.
 
         Args:
             out: Mapping of tensors, a single tensor, or ``nn.Module``, to fill in place (default: none).
-            at_least: Wait for this version or a later one (default: do not wait).
+            at_least: Wait for this or a later version (default: do not wait).
             names: Names of the tensors (default: all).
             consistent: Whether all tensors must have the same version (default: True). AsySG-InCon pulls with
                 False.
@@ -264,11 +264,11 @@ class ParameterClient(RowClient):
         return found if into is None else out
 
     def _wanted(self, names: Iterable[str] | None, call: str) -> list[str] | None:
-        """Return the names of the tensors to pull, or None for an object."""
+        """Return the names of the tensors to pull, or None if the server stores an object."""
         return None if self._form == "object" else chosen(self._entries, names, call)
 
     def _targets(self, out: Any, names: list[str]) -> dict[str, Any]:
-        """Return the tensors to fill, by name."""
+        """Return the caller's tensors to fill, by name."""
         if hasattr(out, "state_dict"):
             out = out.state_dict()
         targets = dict(out) if self._form == "mapping" else named(out, form_of(out))
@@ -307,7 +307,7 @@ class ParameterClient(RowClient):
         return PullHandle(self._connected().prefetch(self._wanted(names, "prefetch")), self._taken)
 
     def _taken(self, pulled: Pulled, out: Any) -> Any:
-        """Return the result of a pull, or copy it into ``out``.
+        """Return the result of a pull, or copy the result into ``out``.
 
         The version of the result becomes the client's last pulled version.
         """
@@ -319,7 +319,7 @@ class ParameterClient(RowClient):
         return out
 
     def close(self) -> None:
-        """Release the client's slot on the server. A later call reconnects the client.
+        """Release the client's slot on the server. A later call connects the client again.
 
         Example:
             >>> import numpy as np

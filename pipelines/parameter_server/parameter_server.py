@@ -86,14 +86,15 @@ class ParameterServer:
     """Tensors that many workers push to and pull from, from any process or host.
 
     The server applies each push exactly once, even if server workers are killed. A pull returns all tensors
-    at the same version. A client reads tensors on its own machine from shared memory. It requests tensors on
-    other hosts from the program that created the server, or from the hosts of their shards.
+    at the same version. A client reads tensors on its own machine from shared memory. A client requests
+    tensors on other hosts from the program that created the server. If the server runs on a pool, clients
+    request tensors from the hosts of the shards instead.
 
     Args:
         tensors: Mapping from names to tensors or arrays (such as ``model.state_dict()``), one tensor or
             array, or any picklable object. The server makes a copy.
-        shards: Number of server workers; each tensor belongs to one of them (default: 1). An object requires
-            one shard.
+        shards: Number of server workers, called shards (default: 1). Each tensor belongs to one shard. An
+            object requires a single shard.
         on: Where the server's workers run: ``"process"`` (default), ``"thread"``, or a pool from
             ``flowchan.hosts``. The shards are assigned to the pool's hosts in turn.
         optimizer: Function that creates a ``torch.optim.Optimizer`` for a list of parameters. Each push with
@@ -102,7 +103,7 @@ class ParameterServer:
             ``push_rows`` (default: none).
         graph: Graph that gets the server as a stage. The server ends when all other stages have ended, and
             the graph can run only once. Without a graph, ``close()`` ends the server. A server on a pool
-            starts immediately, also with a graph.
+            starts immediately, even with a graph.
         name: Name of the stage (default: ``"parameters"``).
 
     Raises:
@@ -190,7 +191,7 @@ class ParameterServer:
         optimizer: Factory | None,
         rows: Mapping[str, RowOptimizer],
     ) -> ShardsOnPool:
-        """Start and return one shard on a host for each part of the tensors."""
+        """Start a shard on a host for each part of the tensors, and return the shards."""
         if isinstance(given, StoredState):
             check_slots(given.slots, {key: value for one in updates for key, value in one.slots.items()})
         names = [frozenset(layout.names) for layout in self._layouts]
@@ -369,7 +370,7 @@ class ParameterServer:
         )
 
     def close(self, timeout: float | None = None) -> None:
-        """Apply all pushes that were sent, and then end the server. Further calls have no effect.
+        """Apply all pushes that were sent so far, and then end the server. Further calls have no effect.
 
         Do not close a server that was created with ``graph=``, because the graph ends the server.
 
@@ -414,7 +415,7 @@ class ParameterServer:
 
 
 def _checked_placement(on: PlacementOption) -> Placement:
-    """Return the placement, or raise if a server cannot run there."""
+    """Return the placement, or raise an error if a server cannot run there."""
     placement = placement_argument("ParameterServer", on)
     if placement.is_remote and not isinstance(placement, Pool):
         raise ValueError(
@@ -424,7 +425,7 @@ def _checked_placement(on: PlacementOption) -> Placement:
 
 
 def _part(given: Any, form: Form, layout: Layout) -> Any:
-    """Return one shard's part of the tensors by name, of the object, or of the state from a file."""
+    """Return one shard's part of the given values: tensors by name, an object, or the state from a file."""
     if isinstance(given, StoredState):
         tensors = {name: value for name, value in given.tensors.items() if name in layout.names}
         slots = {name: value for name, value in given.slots.items() if name in layout.names}
@@ -441,7 +442,7 @@ def _filled(
     updates: Iterable[BlockUpdates],
     stored: StoredState | None,
 ) -> list[OpenShard]:
-    """Open each shard's memory, and store the first version or the state from a file."""
+    """Open each shard's memory, and store the first version, which is new or comes from a file."""
     slots = {name: value for one in updates for name, value in one.slots.items()}
     if stored is not None:
         check_slots(stored.slots, slots)

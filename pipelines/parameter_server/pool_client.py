@@ -1,4 +1,4 @@
-"""Connect a client to a parameter server whose shards are on the hosts of a pool."""
+"""Connect a client to a parameter server whose shards run on the hosts of a pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flowchan.pipelines.parameter_server.shard_keeper import ShardState, connect
 
 
 class ShardPlace(NamedTuple):
-    """Describe where a shard is.
+    """Location of a shard.
 
     Attributes:
         server: Name of the server.
@@ -176,7 +176,7 @@ class PoolConnection(ClientConnection):
         return calls
 
     def ask(self, shard: int, *call: Any, timeout: float | None = None) -> Any:
-        """Call one keeper, and return its answer."""
+        """Send a call to one keeper, and return the keeper's answer."""
         place, late = self._places[shard], late_after(timeout)
         with place.named_in_errors(call[0]):
             handle = self._sessions[shard].send(call, timeout)
@@ -190,13 +190,13 @@ class PoolConnection(ClientConnection):
         consistent: bool,
         timeout: float | None,
     ) -> Pulled:
-        """Copy and count tensors of one version."""
+        """Copy tensors of one version, and count the pull."""
         if names is None:
             return self._counted(self.ask(0, "pull", None, at_least, True, timeout, timeout=timeout))
         return self._counted(self.copy(names, into, at_least, consistent, late_after(timeout)))
 
     def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Pulled:
-        """Copy and count rows of one version."""
+        """Copy rows of one version, and count the pull."""
         (shard,) = (place.number for place in self._places if table in place.names)
         return self._counted(self.ask(shard, "pull_rows", table, ids, at_least, timeout, timeout=timeout))
 
@@ -206,7 +206,7 @@ class PoolConnection(ClientConnection):
         return version, found
 
     def wait_for_slower(self, most: int, timeout: float | None) -> None:
-        """Wait for the last pulls of the other clients."""
+        """Wait until the last pulls of the other clients are recent enough."""
         self.ask(0, "wait_for_slower", most, timeout, timeout=timeout)
 
     def states(self) -> list[ShardState]:
@@ -219,8 +219,8 @@ class PoolConnection(ClientConnection):
     ) -> tuple[int, dict[str, Any], int]:  # fmt: skip
         """Copy tensors of one version, and return the version, the copies and their size in bytes.
 
-        First try without waiting for pushes. If a push came between the reads of two shards, the keepers read
-        again, in the order of the pushes.
+        The first attempt does not wait for pushes. If a push was applied between the reads of two shards, the
+        keepers read again, in the order of the pushes.
         """
         shares = [[name for name in names if name in place.names] for place in self._places]
         found = self._read(shares, into, at_least, consistent, late)
@@ -236,7 +236,7 @@ class PoolConnection(ClientConnection):
         self, shares: Sequence[list[str]], into: Mapping[str, Any] | None, at_least: int | None,
         consistent: bool, late: float | None,
     ) -> list[tuple[int, dict[str, Any], int]]:  # fmt: skip
-        """Copy each shard's tensors without waiting for pushes. The results may differ in their versions."""
+        """Copy each shard's tensors without waiting for pushes. Shards may return different versions."""
         needed = [place for place in self._places if shares[place.number]] or [self._places[0]]
         remote = [place for place in needed if place.number not in self._here]
         calls = []

@@ -92,7 +92,7 @@ def check_values(
 
 
 def check_value(call: str, argument: str, value: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """Raise an error unless a pushed value is a tensor with this shape and element type."""
+    """Raise an error unless the pushed value is a tensor with this shape and element type."""
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"{call}: {argument} must be an array or a tensor, got {shown(value)}")
     if tuple(value.shape) != shape:

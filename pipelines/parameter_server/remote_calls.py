@@ -6,7 +6,7 @@ order, through a local client. The program owns both channels, so no call is los
 connection breaks. A session ends when the remote client closes its ports or dies.
 
 Invariants. A remote client has at most ``MOST_OPEN`` calls without an answer. The answer channel has room for
-all these answers, so a session never waits for a client that does not read.
+all these answers. A session therefore never waits for a client that does not read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gateway(Shared):
         """Do nothing, because the gateway has no state other than the channel."""
 
     def session(self) -> Session:
-        """Open a session for this process.
+        """Open a session between this process and the gateway.
 
         Raises:
             Broken: The server's program has died.
@@ -201,9 +201,9 @@ def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 class Session:
-    """Client-side handle of a session.
+    """A session, as the client sees it.
 
-    The session's ports are open before the server can use the channels, so the server notices if this
+    The session's ports are open before the server can use the channels. The server therefore notices if this
     process dies.
 
     Args:

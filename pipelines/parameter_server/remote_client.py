@@ -77,7 +77,7 @@ class RemoteConnection(ClientConnection):
         consistent: bool,
         timeout: float | None,
     ) -> Pulled:
-        """Copy and count tensors of one version."""
+        """Copy tensors of one version, and count the pull."""
         version, found = self._ask("pull", names, None, at_least, consistent, timeout, timeout=timeout)
         if into is not None:
             found = {name: copy_of(tensor, into, name) for name, tensor in found.items()}
@@ -88,12 +88,12 @@ class RemoteConnection(ClientConnection):
         return self._session.send(("pull", names, None, None, True, None)).result
 
     def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Pulled:
-        """Copy and count rows of one version."""
+        """Copy rows of one version, and count the pull."""
         pulled: Pulled = self._ask("pull_rows", table, ids, at_least, timeout, timeout=timeout)
         return pulled
 
     def wait_for_slower(self, most: int, timeout: float | None) -> None:
-        """Wait for the last pulls of the other clients."""
+        """Wait until the last pulls of the other clients are recent enough."""
         self._ask("wait_for_slower", most, timeout, timeout=timeout)
 
     def _ask(self, *call: Any, timeout: float | None) -> Any:

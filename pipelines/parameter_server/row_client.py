@@ -76,14 +76,14 @@ class RowClient(ABC):
         scale: float = 1.0,
         timeout: float | None = None,
     ) -> PushHandle:
-        """Send rows of one tensor to the server, which applies a rule to them exactly once.
+        """Send rows of one tensor to the server, which applies a rule with these rows exactly once.
 
-        The client sums the values of equal ids, and sends only the summed rows.
+        The client sums the values of equal IDs, and sends only the summed rows.
 
         Args:
             table: Name of the tensor.
             ids: List, array or tensor of row numbers, starting at 0.
-            values: Tensor with one row per id.
+            values: Tensor with one row per ID.
             rule: ``"add"`` (default), ``"copy"``, ``"zero"``, ``"gradient"`` for a step of the table's
                 :class:`RowOptimizer`, or a function ``(current rows, given rows) -> new rows``.
             scale: Factor that multiplies the values (default: 1).
@@ -94,7 +94,7 @@ class RowClient(ABC):
 
         Raises:
             Closed: The server has shut down.
-            IndexError: The table has no row with one of the ids.
+            IndexError: The table has no row with one of the IDs.
             KeyError: The server has no tensor with this name.
             TimeoutError: ``timeout`` expired. The rows were not sent.
             TypeError: ``ids``, ``values`` or ``rule`` has the wrong type.
@@ -122,23 +122,23 @@ class RowClient(ABC):
     def pull_rows(
         self, table: str, ids: Any, *, at_least: int | None = None, timeout: float | None = None
     ) -> Any:
-        """Copy rows of one tensor, all at the same version.
+        """Copy rows of one tensor. All rows have the same version.
 
         Args:
             table: Name of the tensor.
             ids: List, array or tensor of row numbers, starting at 0.
-            at_least: Wait for this version or a later one (default: do not wait).
+            at_least: Wait for this or a later version (default: do not wait).
             timeout: Maximum seconds to wait (default: no limit).
 
         Returns:
-            Tensor with one row per id, in the order of the ids.
+            Tensor with one row per ID, in the order of the IDs.
 
         Raises:
             Closed: The server shut down before version ``at_least``.
-            IndexError: The table has no row with one of the ids.
+            IndexError: The table has no row with one of the IDs.
             KeyError: The server has no tensor with this name.
             TimeoutError: ``timeout`` expired before the server reached version ``at_least``.
-            TypeError: The ids are not integers.
+            TypeError: The IDs are not integers.
 
         Example:
             >>> import numpy as np

@@ -1,4 +1,4 @@
-"""Update and read rows of a tensor, selected by id along the first dimension."""
+"""Update and read rows of a tensor, selected by ID along the first dimension."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RowOptimizer:
 
     @classmethod
     def adagrad(cls, lr: float = 0.01, *, eps: float = 1e-10) -> RowOptimizer:
-        """Return an optimizer that divides gradients by the root of their summed squares.
+        """Return an optimizer that divides gradients by the root of the sum of all earlier squares.
 
         The optimizer is ``torch.optim.Adagrad``.
 
@@ -94,7 +94,7 @@ class RowOptimizer:
         return cls("SparseAdam", (("lr", lr), ("betas", betas), ("eps", eps)))
 
     def __call__(self, params: Any) -> Any:
-        """Create the torch optimizer for some parameters.
+        """Create the torch optimizer for these parameters.
 
         Args:
             params: The parameters.
@@ -108,7 +108,7 @@ class RowOptimizer:
 
 
 def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
-    """Check row ids in the client.
+    """Check row IDs in the client.
 
     Args:
         call: Name of the call, for error messages.
@@ -117,12 +117,12 @@ def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
         rows: Number of rows in the table.
 
     Returns:
-        The ids as a one-dimensional ``int64`` array.
+        The IDs as a one-dimensional ``int64`` array.
 
     Raises:
-        TypeError: The ids are not integers.
-        ValueError: The ids have more than one dimension.
-        IndexError: The table has no row with one of the ids.
+        TypeError: The IDs are not integers.
+        ValueError: The IDs have more than one dimension.
+        IndexError: The table has no row with one of the IDs.
     """
     import numpy as np
 
@@ -140,14 +140,14 @@ def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
 
 
 def summed(ids: Any, values: Any) -> tuple[Any, Any]:
-    """Sum the values of equal ids, in the order of the values.
+    """Sum the values of equal IDs, in the order of the values.
 
     Args:
         ids: One-dimensional ``int64`` array.
-        values: Array or tensor with one row per id.
+        values: Array or tensor with one row per ID.
 
     Returns:
-        The unique ids in ascending order, and one row for each id.
+        The unique IDs in ascending order, and one row for each ID.
     """
     import numpy as np
 
@@ -171,8 +171,8 @@ def apply_to_rows(rule: Rule, ids: Any, given: Any, scale: float, out: Any) -> N
 
     Args:
         rule: ``"zero"``, ``"copy"``, ``"add"`` or a function.
-        ids: Unique ids.
-        given: One row per id.
+        ids: Unique IDs.
+        given: One row per ID.
         scale: Factor that multiplies the pushed rows.
         out: The table.
     """

@@ -124,7 +124,7 @@ class ClientConnection(ABC):
         consistent: bool,
         timeout: float | None,
     ) -> Pulled:
-        """Copy and count tensors of one version.
+        """Copy tensors of one version, and count the pull.
 
         Args:
             names: Names of the tensors; None if the server holds an object.
@@ -139,14 +139,14 @@ class ClientConnection(ABC):
 
     @abstractmethod
     def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Pulled:
-        """Copy and count rows of one version."""
+        """Copy rows of one version, and count the pull."""
 
     @abstractmethod
     def wait_for_slower(self, most: int, timeout: float | None) -> None:
-        """Wait until a push would be at most ``most`` versions ahead of the last pulls of other clients."""
+        """Wait until a push would be at most ``most`` versions ahead of the last pulls by other clients."""
 
     def prefetch(self, names: Collection[str] | None) -> Callable[[float | None], Pulled]:
-        """Start a pull, and return a function that waits at most a number of seconds for its result."""
+        """Start a pull, and return a function that waits a given number of seconds for the result."""
         return BackgroundPull(lambda: self.pull(names, None, None, True, None)).result
 
     @abstractmethod
@@ -188,7 +188,7 @@ class BackgroundPull:
 
 
 class LocalAccess(NamedTuple):
-    """Parts of a server that a client on the same machine uses. Calling this object connects a client.
+    """Parts of a server that a client on the same machine uses. A call of this object connects a client.
 
     Attributes:
         memories: Shared memory of each shard.
@@ -261,7 +261,7 @@ class ServerConnection(ClientConnection):
             raise Broken(f"{call}: the parameter server's program has exited")
 
     def look(self, handle: PushHandle) -> bool:
-        """Read the outcomes of a push, and return whether all shards have reported one."""
+        """Read the outcomes of a push, and return whether all shards have reported an outcome."""
         for number, shard in enumerate(self.shards):
             if number not in handle._outcomes:
                 outcome = shard.outcome(self.slot, handle._number)
@@ -283,7 +283,7 @@ class ServerConnection(ClientConnection):
             )
 
     def await_(self, shard: OpenShard, done: Callable[[], bool], late: float | None, call: str) -> None:
-        """Wait until ``done()`` is true. Check again after each wake-up by the shard."""
+        """Wait until ``done()`` is true. Call ``done`` again after each wake-up by the shard."""
         while True:
             seen = shard.wakeup.count
             if done():
@@ -302,7 +302,7 @@ class ServerConnection(ClientConnection):
             raise Closed(f"{call}: the parameter server has shut down")
 
     def wait_for_slower(self, most: int, timeout: float | None) -> None:
-        """Wait for the last pulls of the other clients."""
+        """Wait until the last pulls of the other clients are recent enough."""
         shard = self.shards[0]
 
         def others_are_near() -> bool:
@@ -319,13 +319,13 @@ class ServerConnection(ClientConnection):
         consistent: bool,
         timeout: float | None,
     ) -> Pulled:
-        """Copy and count tensors of one version."""
+        """Copy tensors of one version, and count the pull."""
         version, found, size = self.copy(names, into, at_least, consistent, late_after(timeout))
         self.count_pull(version, size)
         return version, found
 
     def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Pulled:
-        """Copy and count rows of one version."""
+        """Copy rows of one version, and count the pull."""
         version, found, size = self.copy_rows(table, ids, at_least, late_after(timeout))
         self.count_pull(version, size)
         return version, found
@@ -427,7 +427,7 @@ _connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
 
 
 def _close_inherited() -> None:
-    """In a forked child, close the parent's client descriptors, because they would keep the locks."""
+    """In a forked child, close the descriptors of the parent's clients, because they would keep the locks."""
     for one in list(_connections):
         one.close()
 

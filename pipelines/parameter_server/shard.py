@@ -1,7 +1,7 @@
 """Implement the worker of one shard, which applies pushes in order.
 
-Every push that is not dropped creates a new version, even if the push fails, so all shards have the same
-versions. A shard keeps the versions v and v - 1. The worker overwrites version v - 1 only when all other
+Every push that is not dropped creates a new version, even if the push fails. All shards therefore have the
+same versions. A shard keeps the versions v and v - 1. The worker overwrites version v - 1 only when all other
 shards have version v. A client can therefore read the same version from all shards.
 """
 
@@ -42,7 +42,7 @@ class Push(NamedTuple):
         rule: Name of the rule, or a packed function.
         scale: Factor that multiplies the values.
         values: Tensors by name, or the packed object.
-        rows: Ids of the pushed rows, by table; None for whole tensors.
+        rows: IDs of the pushed rows, by table; None for whole tensors.
         size: Size of the values in bytes.
     """
 
@@ -87,7 +87,7 @@ class Shard:
         self._stale: Changes | None = None
 
     def serve(self, pushes: Iterable[Push]) -> None:
-        """Apply each push. The channel keeps the push on lease until the worker takes the next one."""
+        """Apply each push. A push stays on lease until the worker takes the next push."""
         for push in pushes:
             self._serve(push)
             del push  # drop its arrays, which refer to the channel's memory

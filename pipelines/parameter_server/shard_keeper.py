@@ -1,9 +1,9 @@
-"""Process on a host that keeps one shard of a parameter server.
+"""Run a keeper: a process on a host that keeps one shard of a parameter server.
 
-The keeper owns a parameter server with a single shard, so the worker of this shard can be killed and replaced
-without losing the tensors. Clients call the keeper through sessions. A client on the keeper's host reads the
-tensors from shared memory, and its session also uses shared memory. The program decides the order of the
-calls that change the tensors (see ``call_order``).
+The keeper owns a parameter server with a single shard. The worker of this shard can therefore be killed and
+replaced without any loss of tensors. Clients call the keeper through sessions. A client on the keeper's host
+reads the tensors from shared memory. The session of such a client also uses shared memory. The program
+decides the order of the calls that change the tensors (see ``call_order``).
 
 If the keeper itself dies, the tensors of its shard are lost.
 """
@@ -56,7 +56,7 @@ class ShardState(NamedTuple):
 
 
 def place() -> tuple[str, str]:
-    """Return an id of this process's host. Agents of ``local`` count as separate hosts."""
+    """Return an ID of this process's host. Agents of ``local`` count as separate hosts."""
     try:
         return machine(), worker().host
     except RuntimeError:  # this process is not a worker
@@ -68,7 +68,7 @@ def connect(gateway: Gateway, client: str) -> tuple[Session, LocalAccess | None]
 
     Args:
         gateway: Gateway of the keeper.
-        client: Id of the client.
+        client: ID of the client.
 
     Returns:
         The session, and the parts of the shard's server, or None on another host.
@@ -188,13 +188,13 @@ class SessionClient:
         return pickle.dumps((calls, answers, self._keeper.server._access))
 
     def serve_here(self) -> None:
-        """Serve the channels from :meth:`open_here`, now that the client has opened its ports."""
+        """Serve the channels from :meth:`open_here`, after the client has opened its ports."""
         assert self._here is not None
         self._keeper.gateway.sessions.begin(*self._here)
         self._here = None
 
     def hello(self, name: str) -> None:
-        """Store the client's id."""
+        """Store the client's ID."""
         self._name = name
 
     # --- calls that the program orders ---
@@ -243,7 +243,7 @@ class SessionClient:
 
 
 def _reason(error: ChannelError) -> Exception:
-    """Return the loss of a shard, if this is why the program has broken its channels; otherwise ``error``."""
+    """Return the error of a lost shard if that is why the program broke its channels, or else ``error``."""
     return error.__cause__ if isinstance(error.__cause__, Broken) else error
 
 
@@ -266,7 +266,7 @@ def keep_shard(
     notices: Channel[Notice],
     reach: Reach,
 ) -> ShardState:
-    """Keep a shard until the program closes the server. The function of a child process.
+    """Keep a shard until the program closes the server. This is the function of a child process.
 
     Args:
         parent: Handle of the program.

@@ -4,8 +4,8 @@ Algorithm. The memory is an in-memory file of the server's program. The shard's 
 machine map this file. The worker applies a push in the block that is not current (the *shadow*). Then the
 worker writes a record with the version, the push, the outcome and the counts. Finally, the worker increments
 the *epoch*, a word of eight bytes. The epoch selects one of two records, and the version selects one of two
-blocks. The store that increments the epoch therefore makes the block, the record and the counts current at
-once.
+blocks. A single store, which increments the epoch, therefore makes the block, the record and the counts
+current at once.
 
 Exactly-once application. If the worker is killed before this store, the push has had no effect. If the worker
 is killed after the store, the record names the push. The channel sends a killed worker's item to the
@@ -343,7 +343,7 @@ class OpenShard:
             self.wakeup.wake()
 
     def pulls(self) -> tuple[int, int]:
-        """Return the number and the total bytes of all pulls so far."""
+        """Return the number of all pulls so far, and their total size in bytes."""
         words = self._words[_SLOT_WORDS:_OUTCOMES].tolist()
         return sum(words[_PULLS::_WORDS_PER_SLOT]), sum(words[_BYTES_OUT::_WORDS_PER_SLOT])
 
@@ -359,7 +359,7 @@ class OpenShard:
 
     @contextlib.contextmanager
     def reading(self, version: int, lock: bool) -> Iterator[None]:
-        """Lock the block of a version against writes by the worker, if ``lock`` is true."""
+        """Lock the block of a version against writes by the worker, unless ``lock`` is false."""
         lock = lock and self._lock(_BLOCK_LOCK + version % 2, fcntl.F_RDLCK)
         try:
             yield

@@ -1,7 +1,7 @@
-"""Shards of a parameter server on the hosts of a pool, as seen by the program that created the server.
+"""Manage the shards of a parameter server on the hosts of a pool, in the program that created the server.
 
-Each shard is kept by a child process on a host (see ``shard_keeper``). The program sends only the order of
-the calls. The tensors go directly between the clients and the keepers.
+A child process on a host keeps each shard (see ``shard_keeper``). The program sends only the order of the
+calls. The tensors go directly between the clients and the keepers.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _watch(
     orders: Sequence[Channel[KeeperOrder]],
     lost: list[str],
 ) -> None:
-    """Wait until the keepers end. If one dies, break the channels, so that all pending calls fail."""
+    """Wait until the keepers end. If a keeper dies, break the channels, so that all pending calls fail."""
     try:
         kids.wait()
     except (ChildDied, StageError) as error:

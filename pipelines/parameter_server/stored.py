@@ -1,4 +1,4 @@
-"""Save and load a server's tensors, optimizer state and version in the safetensors format."""
+"""Save and load a server's tensors, optimizer state and version, in the safetensors format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADER = "flowchan.ParameterServer"
 
 @dataclass(frozen=True)
 class StoredState:
-    """State of a server, to save it to a file or after loading it from one.
+    """State of a server, as it is written to a file or read from a file.
 
     Args:
         version: Version of the state.
@@ -58,7 +58,7 @@ def save_state(path: str | os.PathLike[str], state: StoredState) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> StoredState:
-    """Read a state from a file. A file from another program yields version 0 and only torch tensors."""
+    """Read a state from a file. A file from another program yields version 0 and torch tensors."""
     from_file = _library("", "load").safe_open(path, "numpy")
     with from_file as file:
         header = json.loads((file.metadata() or {}).get(_HEADER, "{}"))

@@ -1,4 +1,4 @@
-"""Treat NumPy arrays and torch tensors alike, and import either library only when needed."""
+"""Treat NumPy arrays and torch tensors alike, and import each library only when it is needed."""
 
 from __future__ import annotations
 

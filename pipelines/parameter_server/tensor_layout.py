@@ -127,7 +127,7 @@ def size_of(value: Any) -> int:
 
 
 def pushed_size(values: Mapping[str, Any], rows: Mapping[str, Any] | None) -> int:
-    """Return the size of pushed tensors in bytes, including row ids."""
+    """Return the size of pushed tensors in bytes, including row IDs."""
     ids = [rows[name] for name in values] if rows else []
     return sum(size_of(value) for value in [*values.values(), *ids] if hasattr(value, "nbytes"))
 

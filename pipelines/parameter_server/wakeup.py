@@ -1,4 +1,4 @@
-"""Wait until another process changes a word of shared memory."""
+"""Wait until another process changes a counter in shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Wakeup:
-    """Counter in shared memory that processes can wait on.
+    """Counter in shared memory. Processes can wait until it changes.
 
     Args:
         memory: Mapped memory.

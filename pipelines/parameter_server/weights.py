@@ -1,4 +1,4 @@
-"""Publish a trainer's weights to inference workers on any host.
+"""Publish model weights from a trainer to inference workers on any host.
 
 Readers on the trainer's machine copy the latest version from the trainer's memory (``weights_memory.py``).
 Readers on other machines send requests over a channel, and a thread of the trainer answers them
@@ -350,7 +350,7 @@ class WeightsReader:
         return self._source.layout.checked("refresh", tensors_of("refresh", "model", model))
 
     def _copy_newer(self, tensors: Tensors, least: int, until: float | None) -> bool:
-        """Copy the latest version unless it is older than ``least``. Return whether a version was copied."""
+        """Copy the latest version unless it is older than ``least``, and return whether it was copied."""
         source = self._source
         if source.machine and source.machine == machine():
             if source.memory.latest() < least:

@@ -2,8 +2,8 @@
 
 A thread in the trainer's process answers one request at a time. The thread keeps the version of its last
 answer pinned, and compares that version with the latest one. A comparison has one bit per two bytes of the
-weights. The thread keeps recent comparisons, so it can send a delta to each reader that has refreshed
-recently. Other readers receive the full weights.
+weights. The thread keeps recent comparisons. The thread can therefore send a delta to each reader that has
+refreshed recently. Other readers receive the full weights.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class WeightsAnswers:
         return self._last[1]
 
     def _compared(self) -> PinnedVersion:
-        """Pin and return the latest version, and compare it with the version that was pinned before."""
+        """Pin and return the latest version, and compare it with the previously pinned version."""
         old, new = self._base, self._memory.address.pin()
         if old is not None and old.version == new.version:
             new.close()

@@ -7,13 +7,14 @@ trainer takes the exclusive lock on a slot that is neither the latest nor locked
 version into this slot, releases the lock, and atomically moves the front to the slot (``dup2``). If no such
 slot exists, the trainer creates one. The trainer frees any other unused slots.
 
-Invariants. A slot does not change while a reader holds its lock, so each reader copies one complete version.
-The trainer never waits for a lock. A reader does not wait either: if the trainer has locked the slot, the
-front has already moved to another slot. If a reader is killed, the kernel releases its lock. All memory
-belongs to the trainer, and the kernel frees this memory when the trainer exits.
+Invariants. A slot does not change while a reader holds the slot's lock. Each reader therefore copies one
+complete version. The trainer never waits for a lock. A reader does not wait either: if the trainer has locked
+the slot, the front has already moved to another slot. If a reader is killed, the kernel releases its lock.
+All memory belongs to the trainer, and the kernel frees this memory when the trainer exits.
 
-``LatestValue`` publishes broadcast values similarly, but its readers keep the memory mapped, so each version
-needs a new file. Weights reuse slots, because allocating memory takes as long as copying the weights.
+``LatestValue`` publishes broadcast values similarly, but its readers keep the memory mapped. Each version of
+a broadcast value therefore needs a new file. Weights reuse slots, because the allocation of memory takes as
+long as the copy of the weights.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class _Slot:
         self.payload = memoryview(self._map)[_PAYLOAD:]
 
     def lock(self) -> bool:
-        """Try to take the exclusive lock. Return False if a reader holds a lock on the slot."""
+        """Try to take the exclusive lock, and return False if a reader holds a lock on the slot."""
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

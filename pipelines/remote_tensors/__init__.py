@@ -1,4 +1,4 @@
-"""Provide tensors with the device type ``remote``: the program issues operations, and nodes run them.
+"""Provide tensors of the device type ``remote``. The program issues operations, and nodes run them.
 
 :class:`RemoteNodes` starts the nodes, which are child processes on this machine or on the hosts of a pool.
 ``remote:1`` is then a torch device like ``cuda:1``. An operation on a remote tensor returns at once. The

@@ -1,9 +1,10 @@
-"""Run backward passes in the calling thread if the C++ device guard is missing.
+"""Run backward passes in the calling thread where the C++ device guard is missing.
 
 torch runs the backward operations of a device on a separate thread. The autograd engine starts the threads
-for all devices at its first backward pass, so it aborts if a node starts later. The engine also aborts for
-``remote:1``, because torch's guard for Python devices knows only one device. The C++ guard keeps backward
-passes in the calling thread. Without a compiler, this module has the same effect.
+for all devices at its first backward pass. The engine therefore aborts the program if a node starts later.
+The engine also aborts the program for ``remote:1``, because torch's guard for Python devices knows only one
+device. The C++ guard keeps backward passes in the calling thread. Where no compiler is available for the C++
+guard, this module has the same effect.
 """
 
 from __future__ import annotations

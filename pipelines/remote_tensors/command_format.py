@@ -1,9 +1,9 @@
 """Define the format of the messages between a client and a node.
 
-A command is a flat sequence in the command list of a batch. The sequence consists of the template id, the
-command number, the ids of new outputs, the ids of inputs, and the scalars. The template determines the number
-of outputs, inputs and scalars. All ids are explicit. If a signal handler or a second thread interrupts a
-command, the ids of later commands therefore stay correct.
+A command is a flat sequence in the command list of a batch. The sequence consists of the template ID, the
+command number, the IDs of new outputs, the IDs of inputs, and the scalars. The template determines the number
+of outputs, inputs and scalars. All IDs are explicit. If a signal handler or a second thread interrupts a
+command, the IDs of later commands therefore stay correct.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class TemplateSpec(NamedTuple):
         kept: Indices of the new tensors in the flat results; None for a single new result.
         mutated: Indices of the inputs that the operation modifies.
         dtype: Default dtype at the time when the template was made.
-        module: Python module that defines the operator, if it is a custom one; the node imports it.
+        module: Python module that defines the operator, if the operator is a custom one. The node imports
+            this module.
     """
 
     operation: str
@@ -116,7 +117,7 @@ def form_of(tensor: torch.Tensor) -> TensorForm:
 
 
 class NodeReply(NamedTuple):
-    """Answer of a node to the question with this number."""
+    """A node's answer to the question with this number."""
 
     question: int
     value: Any

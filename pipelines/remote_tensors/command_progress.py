@@ -1,4 +1,4 @@
-"""Store the number of the command that a node is executing, in memory that outlives the node.
+"""Store the number of the command that a node is running, in memory that outlives the node.
 
 If a command kills its node, the program reads the command's number from this memory. The memory works only on
 the program's machine. For a node on another host, the program knows only which commands have been answered.
@@ -17,7 +17,7 @@ SIZE = 8 * WORDS
 
 
 class CommandProgress:
-    """Progress of a node, which the program reads after the node has died.
+    """Progress of a node. The program reads it after the node has died.
 
     Word 0 is the number of the client that issued the command; the program is client 0. Before a command, the
     node sets word 1 to the command's number. After the command, it negates word 1. Only the node writes these

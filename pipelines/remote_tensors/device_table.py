@@ -74,7 +74,7 @@ def client_at(device: torch.device) -> NodeClient:
 
 
 def is_free(device: torch.device) -> bool:
-    """Return whether the nodes that had this device index are closed."""
+    """Return whether a device index is free because its nodes are closed."""
     return device.index is not None and device.index < len(_clients) and _clients[device.index] is None
 
 

@@ -1,4 +1,4 @@
-"""Report failures that the program has not seen when it exits without ``RemoteNodes.close()``."""
+"""At exit, report failures that the program has not seen because it did not call ``RemoteNodes.close()``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _report() -> None:
 
 
 def _unseen() -> list[RemoteError]:
-    """Return the deaths and failures that were not raised. Wait about ``EXIT_WAIT_S`` for commands."""
+    """Wait about ``EXIT_WAIT_S`` seconds for commands. Return deaths and failures that were not raised."""
     dead = [one for one in device_table.clients() if one.death is not None]
     clients = [one for one in device_table.clients() if one.death is None]
     for client in clients:

@@ -1,4 +1,4 @@
-"""Send the commands of incomplete batches, and the ids to free, on a background thread."""
+"""Send the commands of incomplete batches, and the IDs to free, on a background thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Flushable(Protocol):
 
     Attributes:
         buffer: Position of the buffer in the stream, and the unsent commands.
-        frees: References to deleted handles, whose ids can be freed.
+        frees: References to deleted handles, whose IDs can be freed.
         idle: True while the thread does not check this client's buffer every millisecond.
     """
 
@@ -31,11 +31,11 @@ class Flushable(Protocol):
     idle: bool
 
     def try_flush(self) -> None:
-        """Send the commands and the ids to free, unless the node is too far behind."""
+        """Send the commands and the IDs to free, unless the node is too far behind."""
 
 
 class Flusher:
-    """Background thread that sends commands and ids to free.
+    """Background thread that sends commands and IDs to free.
 
     The thread runs while this process has clients.
     """
@@ -92,7 +92,7 @@ class Flusher:
                 quiet = 0
 
     def _sleep(self) -> bool:
-        """Wait until the frees are due or ``wake()`` is called, and return whether it was called."""
+        """Wait until IDs are due to be freed or ``wake()`` is called; return whether it was called."""
         with contextlib.suppress(queue.Empty):
             self._wakes.get(timeout=FREE_INTERVAL_S)
             return True

@@ -9,9 +9,9 @@ item can therefore be unpickled any number of times, for example after the death
 never read does not leak.
 
 Invariants. The sender registers the lease before it exports, and exports before the item can arrive. The
-receiver imports before it releases the lease. All of these messages go through one command channel, so they
-arrive in this order. Each receiving process also has a lease. When the process exits, the node drops the
-table of this process.
+receiver imports before it releases the lease. All of these messages go through one command channel, and
+therefore arrive in this order. Each receiving process also has a lease. When the process exits, the node
+drops the table of this process.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ class Route:
         return found
 
     def lease(self, name: str) -> Channel[Any]:
-        """Return a new lease. When the lease ends, the node drops the table with this name."""
+        """Return a new lease. When the lease ends, the node drops the table of the same name."""
         lease = self.commands._another(1)
         self.leases.put((self.number, name, lease))
         self.leases.flush()
         return lease
 
     def close(self) -> None:
-        """Release the channels. Tensors that live longer keep this object alive, but no descriptors."""
+        """Release the channels. Tensors that still exist keep this object alive, but not the descriptors."""
         self.commands = self.leases = released()
         self._entrance, self.place = None, self.place._replace(inbox=None)
 
@@ -164,7 +164,7 @@ def arrive(
 
 @contextlib.contextmanager
 def _node_errors(number: int) -> Any:
-    """Replace errors of the command channel.
+    """Replace errors of the command channel with errors of the node.
 
     Otherwise, the code that reads an item would attribute them to the channel that it reads.
     """

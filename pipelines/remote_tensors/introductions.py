@@ -1,4 +1,4 @@
-"""Tell nodes about the inboxes of other nodes, so that tensors do not pass through the program."""
+"""Tell nodes about each other's inboxes, so that tensors do not pass through the program."""
 
 from __future__ import annotations
 

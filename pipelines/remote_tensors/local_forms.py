@@ -33,7 +33,7 @@ class LocalForms:
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def _text(self: Any) -> str:
-        """Wait for the values, and return them in the format that torch uses for tensors on other devices."""
+        """Wait for the values, and format them as torch formats tensors on other devices."""
         self._m.client.before_wait("repr()")
         text = repr(self.detach().cpu())[:-1] + f", device='{self.device}'"
         if self.grad_fn is not None:

@@ -41,7 +41,7 @@ _by_id: weakref.WeakValueDictionary[str, NodeClient] = weakref.WeakValueDictiona
 class TensorHandle:
     """Handle of an entry in a node's table.
 
-    When the last reference to the handle is gone, the next batch frees the id.
+    When the last reference to the handle is gone, the next batch frees the ID.
     """
 
     __slots__ = ("__weakref__", "id")
@@ -62,24 +62,24 @@ class HandleRef(weakref.ref[Any]):
 class NodeClient:
     """Connection of this process to one node. The methods are thread-safe.
 
-    Several threads append commands without a lock: the command number comes from an atomic counter, and one
-    ``+=`` appends the whole command. ``flush`` sends the commands, and then one slice assignment removes them
-    and advances the position. If a signal handler raises an exception between these steps, the next batch has
-    the same position. The node then skips the commands that it already has.
+    Several threads append commands without a lock. The command number comes from an atomic counter, and a
+    single ``+=`` appends the whole command. ``flush`` sends the commands, and then one slice assignment
+    removes them and advances the position. If a signal handler raises an exception between these steps, the
+    next batch has the same position. The node then skips the commands that it already has.
 
     Attributes:
         device: Device of the node in this process.
         number: Number of the node in its ``RemoteNodes``.
         place: How other nodes reach the node.
-        introduced: Inboxes of the nodes to which this node can send tensors, by the id of their
+        introduced: Inboxes of the nodes to which this node can send tensors, by the ID of their
             ``NodePlace``.
         relay: Channel through which this node receives tensors from nodes that cannot connect to its inbox.
         kernels: Type of the device on which the node runs its kernels.
         buffer: Position of the first unsent command in the client's stream, followed by the unsent commands.
-        refs: References to the living handles and templates, by id.
-        frees: References to handles and templates that are gone. The next batch frees their ids.
+        refs: References to the living handles and templates, by ID.
+        frees: References to handles and templates that are gone. The next batch frees their IDs.
         freed: Callback for dropped references.
-        numbers: Counter of command numbers, and of the ids of tensors and templates.
+        numbers: Counter of command numbers, and of the IDs of tensors and templates.
         sites: Lines of the program that issued the most recent commands.
         idle: True while the background thread does not check the buffer every millisecond.
         metas: Interned metadata of the node's tensors.
@@ -146,7 +146,7 @@ class NodeClient:
         return handle
 
     def free_with(self, template: Any, id: int) -> None:
-        """Let the node drop a template when this process no longer refers to the template."""
+        """Let the node drop a template as soon as this process no longer refers to it."""
         ref = self.refs[id] = HandleRef(template, self.freed)
         ref.id = id
 
@@ -166,7 +166,7 @@ class NodeClient:
             self.forget()
 
     def forget(self) -> None:
-        """Discard all templates of this node. The node drops those that no call uses at this moment."""
+        """Discard all templates of this node. The node drops those that no call is using."""
         remembered, self._remembered = self._remembered, []
         for templates, key in remembered:
             templates.pop(key, None)
@@ -267,7 +267,7 @@ class NodeClient:
     # --- questions ---
 
     def before_wait(self, what: str) -> None:
-        """Warn or raise before a hidden wait, if the program has requested it with ``strict``.
+        """Warn or raise before a hidden wait, if the program has called ``strict`` for that.
 
         Raises:
             RuntimeError: The mode is ``"error"``.
@@ -431,7 +431,7 @@ class NodeClient:
             raise self.death_error()
 
     def died(self, death: BaseException) -> None:
-        """Record that the node has died, or that an exception outside of an operation has ended it."""
+        """Record that the node has died, or that an exception outside any operation has ended the node."""
         self.death = death
 
     def death_error(self) -> NodeDied:
@@ -458,7 +458,7 @@ class NodeClient:
         )
 
     def death_failure(self) -> RemoteFailure:
-        """Return the failure of a copy from this node after the node has died."""
+        """Return the failure of a copy from this node, after the node has died."""
         error = self.death_error()
         return RemoteFailure(self.number, self.id, 0, error.operation, pickle.dumps(error), "", died=True)
 

@@ -1,12 +1,12 @@
 """Copy tensors between nodes.
 
-Each node reads one inbox. Other nodes put pairs of a key and a tensor into it. A put without waiting stores
-the current values, so later changes of the source have no effect. If the inbox is full, the sender clones the
-tensor, and a thread puts the clone. A node therefore never waits until another node takes a tensor. A node
-waits only for tensors that earlier commands have sent, so nodes cannot deadlock.
+Each node reads one inbox. Other nodes put pairs of a key and a tensor into it. A put that does not wait
+stores the current values. Later changes of the source therefore have no effect. If the inbox is full, the
+sender clones the tensor, and a thread puts the clone. A node therefore never waits until another node takes a
+tensor. A node waits only for tensors that earlier commands have sent. Nodes therefore cannot deadlock.
 
-Nodes on the program's machine have an inbox in shared memory. A node on another host owns its inbox, so
-tensors go directly from host to host. If the sender cannot connect to this inbox, it uses a channel of the
+Nodes on the program's machine have an inbox in shared memory. A node on another host owns its inbox. Tensors
+therefore go directly from host to host. If the sender cannot connect to this inbox, it uses a channel of the
 program.
 """
 
@@ -53,8 +53,8 @@ class NodePlace(NamedTuple):
 def can_copy(place: NodePlace) -> bool:
     """Return whether this process can introduce a node to others.
 
-    A process on another host cannot introduce nodes on the program's machine, so it copies the tensors
-    through its own memory.
+    A process on another host cannot introduce nodes on the program's machine. Such a process copies the
+    tensors through its own memory.
     """
     return place.inbox is not None or place.reach is not None
 
@@ -118,9 +118,9 @@ class Outbox:
         self._thread: threading.Thread | None = None
 
     def put(self, item: Any, copied: Callable[[Any], Any] = lambda item: item) -> None:
-        """Put an item. If it has to wait, put the result of ``copied(item)`` later.
+        """Put an item. If the channel is full, put the result of ``copied(item)`` later.
 
-        If the receiver has exited, this has no effect, because the client notices the exit.
+        If the receiver has exited, the call has no effect, because the client notices the exit.
         """
         with self._lock:
             if not self._waiting:
@@ -158,7 +158,7 @@ class Senders:
         self._peers: dict[str, Outbox] = {}
 
     def add(self, peer: str, channel: Channel[Any]) -> None:
-        """Set the inbox of a node."""
+        """Store the inbox of another node."""
         self._peers[peer] = Outbox(channel)
 
     def connect(self, peer: str, address: str, secret: bytes, tls: bool) -> None:

@@ -1,8 +1,8 @@
 """Run the program of a node, which executes the clients' commands in order, on ordinary tensors.
 
-Each client has its own table that maps ids to tensors. A failed command stores a :class:`RemoteFailure` for
-each of its outputs, and a command with a failed input is skipped. Views are ordinary torch views, so in-place
-operations and their aliases behave as they do locally.
+Each client has its own table that maps IDs to tensors. A failed command stores a :class:`RemoteFailure` for
+each of its outputs, and a command with a failed input is skipped. Views are ordinary torch views. In-place
+operations and their aliases therefore behave as they do locally.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ClientTable:
 
 
 def own_object(value: Any) -> Any:
-    """Return a view, so that changing the shape of one tensor does not change another tensor."""
+    """Return a view of a tensor. A later change of the view's shape does not affect the tensor."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
@@ -158,7 +158,7 @@ class Node:
         self.running: Any = [0, 0] if progress is None else progress.words
 
     def run(self) -> None:
-        """Run messages until the command channel is closed."""
+        """Handle messages until the command channel is closed."""
         with torch.no_grad():
             while True:
                 try:
@@ -184,7 +184,7 @@ class Node:
     # --- commands ---
 
     def run_batch(self, client: str, table: ClientTable, data: bytes) -> None:
-        """Run the commands of a batch, and then free the listed ids."""
+        """Run the commands of a batch, and then free the listed IDs."""
         position, commands, frees = unpack_batch(data)
         tensors, templates, running = table.tensors, table.templates, self.running
         number = abs(running[1])
@@ -290,7 +290,7 @@ class Node:
         exports.tensors[token] = own_object(table.tensors[id])
 
     def on_import(self, client: str, table: ClientTable, id: int, name: str, token: int) -> None:
-        """Give a client a tensor from an item that the client has received."""
+        """Give a client a tensor that was in an item that the client has received."""
         export = self.clients.get(name)
         if export is None:
             error = RuntimeError("the tensor's lease has ended before the tensor was received")
@@ -325,7 +325,7 @@ class Node:
         self.inbox.add(channel)
 
     def on_event(self, client: str, table: ClientTable, number: int) -> None:
-        """Report that all commands before an event have run, with the time."""
+        """Report that all commands before an event have run, and when."""
         table.events.put((-number, time.perf_counter(), False))
 
     def on_seed(self, client: str, table: ClientTable, number: int, seed: int) -> None:
@@ -392,12 +392,12 @@ class Node:
         self.senders.connect(peer, address, secret, tls)
 
     def answer_metadata(self, client: str, table: ClientTable, ids: list[int]) -> list[Any]:
-        """Return the metadata of tensors, None for failures. Tests compare it with the client's metadata."""
+        """Return the metadata of tensors, or None for failures. Tests compare it with that of the client."""
         found = [table.tensors[id] for id in ids]
         return [tuple(form_of(one)) if isinstance(one, torch.Tensor) else None for one in found]
 
     def answer_ping(self, client: str, table: ClientTable) -> None:
-        """Return when all earlier commands have run."""
+        """Reply when all earlier commands have run."""
 
     def answer_sync(self, client: str, table: ClientTable, raised: set[int]) -> list[tuple[Any, ...]]:
         """Forget the failures that the client has already raised, and return the remaining ones."""

@@ -1,10 +1,10 @@
-"""Compose recurrent layers, dropout and attention for remote tensors as torch does for CPU tensors.
+"""Compose recurrent layers, dropout and attention for remote tensors in the way of torch's CPU tensors.
 
-torch decomposes these operations differently for each device type. For devices other than the CPU, it picks
-fused cells, which CPU nodes lack. For these devices, its dropout and attention kernels also give results that
-differ in the last bits. The functions here issue the same operations in the same order as torch does for CPU
-tensors. Forward and backward values are therefore equal bit for bit. If a node runs its kernels on another
-device, torch decomposes the operations as usual.
+torch decomposes these operations differently for each device type. For devices other than the CPU, torch
+picks fused cells, which CPU nodes lack. For these devices, torch's dropout and attention kernels also give
+results that differ in the last bits. The functions here issue the same operations in the same order as torch
+does for CPU tensors. Forward and backward values are therefore equal bit for bit. If a node runs its kernels
+on another device, torch decomposes the operations as usual.
 
 Sources: the cell equations come from ``torch.nn.LSTM``, ``torch.nn.GRU`` and ``torch.nn.RNN``.
 """
@@ -132,7 +132,7 @@ def _one_dnn(like: State, layers: int, biases: bool, both: bool, batch_first: bo
     """Return a function that runs one LSTM layer with oneDNN.
 
     oneDNN chooses its kernel by the grad mode and ignores the last argument, ``train``. A node does not know
-    the program's grad mode, so this argument carries it.
+    the program's grad mode. This argument therefore carries it.
     """
     hidden = like[0].size(2)
 
@@ -225,7 +225,7 @@ def lstm_packed(
 
 
 def _recurrent(step: Step) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the implementation of a layer whose state is one tensor, such as ``aten::gru.input``."""
+    """Return the implementation of a layer type whose state is one tensor, such as ``aten::gru.input``."""
 
     def layer(inputs: Tensor, hx: Tensor, params: Sequence[Tensor], *options: Any) -> tuple[Tensor, ...]:
         biases, _, dropout, train, both, batch_first = options
@@ -350,7 +350,7 @@ def _below_autograd(function: Callable[..., Any]) -> Handler:
 
 
 def _for_cpu_nodes(op: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that leaves the operation to torch if the node's device is not a CPU."""
+    """Return a function that leaves the operation to torch unless the node's device is a CPU."""
 
     def run(first: Any, *args: Any, **kwargs: Any) -> Any:
         if device_table.client_at(first.device).kernels == "cpu":

@@ -51,11 +51,11 @@ class RemoteModule:
         return device_count()
 
     def current_device(self) -> int:
-        """Return the index that ``device="remote"`` means in this thread."""
+        """Return the device index that ``device="remote"`` stands for in this thread."""
         return int(device_table.guard.current_device())
 
     def set_device(self, device: Any) -> None:
-        """Set the index that ``device="remote"`` means in this thread."""
+        """Set the device index that ``device="remote"`` stands for in this thread."""
         index = device if isinstance(device, int) else torch.device(device).index or 0
         device_table.guard.set_device(index)
 
@@ -91,7 +91,7 @@ class RemoteModule:
         client.send("set_rng_state", next(client.numbers), state)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes with which a program may enter autocast. Operations inside it raise an error."""
+        """Return the dtypes for ``torch.autocast``. Operations inside ``torch.autocast`` raise an error."""
         return [torch.bfloat16, torch.float16]
 
 

@@ -39,7 +39,7 @@ class NodeDied(RemoteError):
         operation: Name of the first operator that may not have finished.
         node: Number of the node in its ``RemoteNodes``.
         host: Name of the node's host; empty on the program's machine.
-        pid: Process id on that host; 0 if unknown.
+        pid: Process ID on that host; 0 if unknown.
         signal: Number of the signal that killed the node; ``None`` without a signal or if it is unknown.
         exitcode: Exit code of the node; ``None`` if a signal killed it or the code is unknown.
 

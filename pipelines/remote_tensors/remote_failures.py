@@ -67,7 +67,7 @@ class RemoteFailure(NamedTuple):
 
 
 class CallSites:
-    """Record where the program issued its most recent commands, as code objects and instruction offsets."""
+    """Record the lines that issued the most recent commands, as code objects and instruction offsets."""
 
     def __init__(self) -> None:
         self.codes: list[CodeType | None] = [None] * SITES

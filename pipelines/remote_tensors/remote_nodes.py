@@ -49,7 +49,7 @@ class NodeStats(NamedTuple):
         uploaded: Bytes of tensors that this process has sent to the node.
         downloaded: Bytes of tensors that this process has fetched from the node.
         host: Name of the node's host; empty on the program's machine.
-        pid: Process id of the node on its host.
+        pid: Process ID of the node on its host.
 
     Example:
         >>> import torch
@@ -74,10 +74,10 @@ class NodeStats(NamedTuple):
 class RemoteNodes(Sequence[torch.device]):
     """Nodes that run torch operations, as devices ``remote:0``, ``remote:1`` and so on.
 
-    An operation on a tensor of a node returns at once, and the node runs it later, in order. These calls wait
-    for the node: ``.cpu()``, ``item()``, ``bool()``, ``tolist()``, printing, operations whose shapes depend
-    on values, and :meth:`sync`. A failed operation raises :class:`RemoteError` at the first such call that
-    depends on it.
+    An operation on a tensor of a node returns at once. The node runs the operations later, in order. These
+    calls wait for the node: ``.cpu()``, ``item()``, ``bool()``, ``tolist()``, printing, operations whose
+    shapes depend on values, and :meth:`sync`. A failed operation raises :class:`RemoteError` at the first
+    such call that depends on it.
 
     Args:
         n: Number of nodes.
@@ -186,7 +186,7 @@ class RemoteNodes(Sequence[torch.device]):
 
     @property
     def graph(self) -> Graph:
-        """Graph in which the nodes are a stage."""
+        """Graph in which the nodes form a stage."""
         return self._kids.graph
 
     def report(self) -> str:
@@ -318,9 +318,10 @@ _started: weakref.WeakSet[RemoteNodes] = weakref.WeakSet()
 
 @atexit.register
 def _kill_at_exit() -> None:
-    """Kill the nodes that the program did not close. Nothing can use the results of their commands any more.
+    """Kill the nodes that the program did not close, because nothing can use their results any more.
 
-    Functions that the program has registered with ``atexit`` run earlier, so they can still use the nodes.
+    Functions that the program has registered with ``atexit`` run earlier, and can therefore still use the
+    nodes.
     """
     for nodes in list(_started):
         if not nodes._closed and nodes._pid == os.getpid():
@@ -329,7 +330,7 @@ def _kill_at_exit() -> None:
 
 
 def _raise_first(failures: list[RemoteError]) -> None:
-    """Raise the first failure, with the remaining failures as notes."""
+    """Raise the first failure, with the other failures as notes."""
     if not failures:
         return
     first, *others = failures
@@ -339,7 +340,7 @@ def _raise_first(failures: list[RemoteError]) -> None:
 
 
 def _watch(kid: Any, client: NodeClient, commands: Channel[Any], peers: Sequence[NodeClient]) -> None:
-    """Wait until a node ends. Then close its channels, so that no call and no other node waits for it."""
+    """Wait until a node ends. Then close its channels, so that neither calls nor other nodes wait for it."""
     try:
         kid.wait()
     except Exception as error:

@@ -1,7 +1,8 @@
 """Provide streams and events of nodes, with the interface of ``torch.cuda``.
 
-A node runs all its commands in order, so it has exactly one stream. An event marks a position in this stream.
-The node reports an event when it reaches the position. All commands with smaller numbers have then finished.
+A node runs all its commands in order, and therefore has exactly one stream. An event marks a position in this
+stream. The node reports an event when it reaches the position. All commands with smaller numbers have then
+finished.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class RemoteStream:
         return event
 
     def wait_event(self, event: RemoteEvent) -> None:
-        """Make later commands of this node wait for the commands that were issued before the event.
+        """Make later commands of this node wait for all commands that were issued before the event.
 
         The program does not wait. If the event is on another node, this node waits for all commands issued to
         that node so far.
@@ -112,7 +113,7 @@ class RemoteEvent:
         self._time = 0.0
 
     def record(self, stream: RemoteStream | None = None) -> None:
-        """Mark the position after the latest command of a stream (default: the current stream).
+        """Set this event to the position after the latest command of a stream (default: the current stream).
 
         A second call moves the event to the new position.
         """

@@ -143,7 +143,7 @@ def new_tensor(meta: TensorMeta, id: int) -> RemoteTensor:
 def call_key(
     plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any] | None, inputs: list[Any], scalars: list[Any]
 ) -> tuple[Any, ...]:
-    """Return the key of a call, and collect its tensors and scalars. The C++ part builds equal keys."""
+    """Return the key of a call, and collect its tensors and scalars. The C++ part builds the same keys."""
     # The key includes the default dtype, which determines, for example, the dtype of an int tensor divided by
     # a number.
     key = _default_dtype(), *_key_of(plan.scalars, args, inputs, scalars)
@@ -234,7 +234,7 @@ def _built(results: Any, inputs: Sequence[Any], new: Sequence[Any]) -> Any:
 
 
 def _mode_of(tensor: Any) -> Any:
-    """Return a mode in which torch creates inference tensors if ``tensor`` is one, and normal tensors if not.
+    """Return a mode in which torch creates tensors of the same kind as ``tensor``: inference or normal.
 
     A view must be of the same kind as its base, regardless of the current mode.
     """
@@ -289,7 +289,7 @@ _native: Any = None
 
 
 def use_native(module: Any) -> None:
-    """Let the C++ part issue commands whose templates are known. None has no effect."""
+    """Let the C++ part issue commands with known templates. If it is None, do nothing."""
     global _native
     if module is not None:
         module.start(RemoteTensor, TensorHandle, HandleRef, is_library_code, LIMIT, SITES)
@@ -297,12 +297,12 @@ def use_native(module: Any) -> None:
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a torch operator on the node of its inputs, on behalf of a handler."""
+    """Run a torch operator on the node of its inputs. Handlers of special operations call this function."""
     return ordinary(plan_of(op), args, kwargs)
 
 
 def ordinary(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Handle a call with its template. A new call first creates its template."""
+    """Handle a call with its template, which is created first if it is missing."""
     client, args, kwargs = on_one_node(plan, args, kwargs)
     if plan.factory:
         _check_device(plan, client, args, kwargs)
@@ -347,7 +347,7 @@ def _check_device(plan: OpPlan, client: NodeClient, args: Sequence[Any], kwargs:
 def on_one_node(
     plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[NodeClient, Sequence[Any], dict[str, Any]]:
-    """Return the client of a call's node, and the arguments. CPU tensors with 0 dimensions are moved there.
+    """Return the client of a call's node, and the arguments. CPU tensors without dimensions move there.
 
     Args:
         plan: Plan of the operator.

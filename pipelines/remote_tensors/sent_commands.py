@@ -20,8 +20,9 @@ Templates = dict[int, tuple[str, int]]
 class SentCommands:
     """Recent messages that a node may not have handled yet.
 
-    Several threads use this object without a lock. ``answered`` only stores a number, so all changes of the
-    deques come from the thread that sends, which holds its client's lock. ``first_lost`` reads copies.
+    Several threads use this object without a lock. ``answered`` only stores a number. All changes of the
+    deques therefore come from the thread that sends, which holds its client's lock. ``first_lost`` reads
+    copies.
 
     Attributes:
         count: Number of messages sent so far.
@@ -38,7 +39,7 @@ class SentCommands:
         self._templates[id] = spec.operation, spec.size
 
     def sent(self, message: bytes | Operation) -> None:
-        """Record a packed batch or a single operation before it is sent."""
+        """Record a packed batch or a single operation that is about to be sent."""
         self.count += 1
         self._messages.append((self.count, message))
 
@@ -48,11 +49,11 @@ class SentCommands:
         self._messages.pop()
 
     def answered(self, count: int) -> None:
-        """Record that the node has handled the first ``count`` messages. The next ``freed`` forgets them."""
+        """Record that the node has handled the first ``count`` messages, which the next ``freed`` forgets."""
         self._handled = count
 
     def freed(self, ids: Sequence[int]) -> None:
-        """Forget the templates among these ids as soon as all messages sent so far are forgotten."""
+        """Forget the templates among these IDs as soon as all messages sent so far are forgotten."""
         dropped = [id for id in ids if id in self._templates]
         if dropped:
             self._dropped.append((self.count, dropped))

@@ -1,4 +1,4 @@
-"""Implement operations that need more than a command: copies between devices, and scalars for the program."""
+"""Implement operations that take more than one command, such as copies between devices."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _copy(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _replaced(client: NodeClient, target: Any, source: torch.Tensor) -> bool:
-    """Upload values to replace an empty tensor, if no other command has used the tensor."""
+    """Upload values in place of an empty tensor, if no other command has used the tensor."""
     id, meta = target._h.id, target._m
     if (
         client.buffer[-2:] != [id, id]
@@ -156,12 +156,12 @@ def send_to(client: NodeClient, source: Any) -> Any:
 
 
 def _pack_padded_sequence(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Compose the operation from others. The lengths and batch sizes are on the CPU, as with CUDA."""
+    """Compose the operation from others. As with CUDA, the lengths and batch sizes are on the CPU."""
     return plan.op._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
 def _checked(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Wait for a check of values, and raise its error here, as on other devices."""
+    """Wait for a check of values, and raise its error in this call, as other devices do."""
     client, args, kwargs = on_one_node(plan, args, kwargs)
     return run_and_ask(client, plan, args, kwargs)
 

@@ -64,7 +64,7 @@ TRACKED = "ADInplaceOrView"
 
 
 def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Let torch compose an operation from other operations, and track their views and versions."""
+    """Let torch compose an operation from other operations, whose views and versions it tracks."""
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.ADInplaceOrView)
     with torch._C._ForceDispatchKeyGuard(included, excluded):
@@ -79,9 +79,9 @@ def _composed_view(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 class TensorMeta:
     """Metadata of remote tensors.
 
-    Equal metadata of one node is the same object, so keys compare identities. ``conj`` and ``neg`` are the
-    conjugate and the negative bit, which torch resolves in this process. A node gets a tensor with such a bit
-    only for operations that do not need resolved tensors.
+    For each node, equal metadata is represented by the same object. Keys can therefore compare identities.
+    ``conj`` and ``neg`` are the conjugate and the negative bit, which torch resolves in this process. A node
+    gets a tensor with such a bit only for operations that do not need resolved tensors.
     """
 
     __slots__ = ("client", "conj", "device", "dtype", "make", "neg", "offset", "shape", "stride")
@@ -145,10 +145,10 @@ class Template:
 
     Attributes:
         client: Node that runs the commands.
-        id: Id of the template on the node, which drops the template after this object is gone.
+        id: ID of the template on the node. The node drops the template after this object is gone.
         native: The C++ part's copy of the template; None until the template is first used.
         single: Metadata of the result, if the only result is one new tensor; else None.
-        outputs: Metadata of the new tensors, in the order of their ids.
+        outputs: Metadata of the new tensors, in the order of their IDs.
         results: Structure of the results. An int is the index of an input, and a :class:`Slot` is the index
             of a new tensor. A tuple or list contains further results.
         changed: Indices of the inputs whose metadata the operation changes, with the new metadata.
@@ -223,7 +223,7 @@ def module_of(name: str) -> str:
 
 
 def _takes_number(kind: Any) -> bool:
-    """Return whether a command carries a number that is passed for a parameter of this type."""
+    """Return whether a command contains the number that a call passes for a parameter of this type."""
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
     # torch reports Scalar as NumberType, and only the printed schema distinguishes it from int and float.
@@ -337,7 +337,7 @@ def written_values(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) ->
 def _aliased(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any], write: bool) -> list[Any]:
     """Return the arguments that the operator modifies.
 
-    If ``write`` is false, return the arguments that its results are views of.
+    If ``write`` is false, return the arguments of which the results are views.
     """
     return [
         args[place] if place < len(args) else kwargs.get(argument.name)

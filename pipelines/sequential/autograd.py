@@ -52,7 +52,7 @@ from flowchan.pipelines.sequential.timeline import TimelineEvent
 
 
 class _Workers:
-    """Workers of a list of parts, which end when this object is garbage-collected."""
+    """Workers for a list of parts. The workers end when this object is garbage-collected."""
 
     def __init__(self, cut: Cut, parts: Sequence[Part], recompute: bool, deferred: bool, name: str) -> None:
         self.parts = parts
@@ -145,7 +145,7 @@ class Differentiable:
         self._closed = False
 
     def call(self, value: Any) -> Any:
-        """Compute the module's output for a batch. The output requires grad if the plain module's would."""
+        """Compute the module's output for a batch. It requires grad if the plain module's output would."""
         if self._closed:
             raise Closed(f"the pipe {self._name!r} is closed; create another one")
         pieces = self.cut.pieces(value, back=torch.is_grad_enabled())
@@ -177,7 +177,7 @@ class Differentiable:
             return workers
 
     def close(self) -> None:
-        """End the workers; later backward passes that need them raise ``Closed``."""
+        """End the workers. Later backward passes that need the workers raise ``Closed``."""
         with self._lock:
             self._closed = True
             # Make a list, because the next line could otherwise free the current workers before they end.
@@ -187,7 +187,7 @@ class Differentiable:
                 workers.run.end()
 
     def forget(self) -> None:
-        """Drop the workers, which end when the last output that they computed is released."""
+        """Drop the workers. They end when the last output that they computed is released."""
         self._workers = None
 
 
@@ -256,7 +256,7 @@ class _Through:
         raise part_error(self.workers.parts[failure.part], f"{of}batch {self.number}", failure.error)
 
     def _of_parameters(self, answers: list[WorkerAnswer]) -> list[Tensor | None]:
-        """Return the gradients of all parameters, summed for a parameter that is in several parts."""
+        """Return the gradients of all parameters. A parameter in several parts gets the sum."""
         found: dict[int, Tensor] = {}
         for requested, answer in zip(self._parameters_of, answers, strict=True):
             for parameter, gradient in zip(requested, answer.gradients or (), strict=True):
@@ -368,7 +368,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        """Keep the gradients for the backward pass of :class:`_Parts`; return a gradient for the token."""
+        """Keep the gradients for the backward pass of :class:`_Parts`. Return a gradient for the token."""
         to_workers([one for one in gradients if one is not None])
         ctx.passage.gradients[torch._C._current_graph_task_id()] = gradients, threading.get_ident()
         return None, torch.empty(0)

@@ -1,4 +1,4 @@
-"""Measure the costs of layers on a sample, and find the cut whose most expensive part costs least.
+"""Measure the costs of layers on a sample, and find the cut with the cheapest most expensive part.
 
 A pipeline is as fast as its slowest part, and needs as much memory as its largest. Dynamic programming over
 the numbers of parts and layers finds the exact optimum: it minimises the largest sum of consecutive costs.
@@ -145,7 +145,7 @@ def _alone(module: nn.Sequential, value: Any, skips: Skips | None = None) -> Ite
 
 
 def _seconds(layers: list[_Layer], training: bool) -> list[float]:
-    """Return the shortest time of each layer, because disturbances can only lengthen a measurement."""
+    """Return the shortest measured time of each layer, because disturbances only lengthen measurements."""
     found = [float("inf")] * len(layers)
     begin = time.perf_counter()
     rounds = 0
@@ -175,7 +175,7 @@ def _waits() -> int:
 
 
 def _fresh(value: Any, training: bool) -> Any:
-    """Return a copy with the properties of a layer's output: writable, and in training it requires grad."""
+    """Return a copy with the properties of a layer's output: writable and, in training, requiring grad."""
     return mapped(
         lambda tensor: tensor.detach().requires_grad_(training and tensor.is_floating_point()).clone(), value
     )
@@ -219,7 +219,7 @@ def _state(part: Part) -> list[Tensor]:
 
 
 def _kept(part: Part, value: Any, skips: Skips, training: bool) -> tuple[Any, Skips, list[Tensor]]:
-    """Run a layer, and return its output, its skips and the tensors that it keeps.
+    """Run a layer, and return its output, its skips and the tensors that its graph keeps.
 
     In training, these are the tensors saved for the backward pass. Otherwise, they are all outputs of its
     modules.

@@ -1,12 +1,12 @@
-"""Normalise micro-batches in batch norm layers, with running statistics for the whole batch.
+"""Normalise micro-batches in batch norm layers, but keep running statistics of the whole batch.
 
 Each micro-batch is normalised with its own mean and variance, because the other micro-batches may not exist
 yet. ``eval`` mode uses the running statistics. The running statistics are updated once per step with the mean
 and variance of the whole batch, as in the plain module. A recomputed forward pass is not counted again.
 
 The idea comes from torchgpipe's ``DeferredBatchNorm``. Moments are combined as in Chan, Golub and LeVeque
-1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances". Sums of squares would lose
-precision.
+1979, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances". Plain sums of squares would
+lose precision.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class DeferredBatchNorm:
 
     @contextlib.contextmanager
     def deferring(self, count: bool) -> Iterator[None]:
-        """Suspend updates of running statistics; if ``count``, accumulate the layers' inputs."""
+        """Suspend updates of running statistics. If ``count`` is true, accumulate the layers' inputs."""
         layers = [one for one in self._layers if one.track_running_stats and one.running_mean is not None]
         hooks = [layer.register_forward_pre_hook(self._gather) for layer in layers if count]
         for layer in layers:

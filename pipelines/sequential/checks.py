@@ -86,7 +86,7 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
 
 
 def check_container(module: nn.Sequential) -> None:
-    """Check that a container only calls its layers in order, because parts would skip any other code in it.
+    """Check that a container only calls its layers in order, because parts would skip any other code.
 
     Raises ``TypeError`` if the container has its own ``forward``, and ``ValueError`` if it has hooks.
     """
@@ -340,7 +340,7 @@ def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
 
 
 def _is_sharded(layer: nn.Module) -> bool:
-    """Return True if either version of FSDP manages the layer's parameters, gathered or not."""
+    """Return True if FSDP 1 or 2 manages the layer's parameters, whether or not they are gathered."""
     hooks = layer._state_dict_pre_hooks.values()
     return any(getattr(hook, "__module__", "").startswith(FSDP) for hook in hooks) or any(
         hasattr(tensor, "_local_tensor") or getattr(tensor._base, "_fsdp_flattened", False)
@@ -353,7 +353,7 @@ def _is_sharded(layer: nn.Module) -> bool:
 
 
 def check_sendable(parts: Sequence[Part]) -> None:
-    """Raise ``TypeError`` if a layer cannot be pickled, and name the layer and the attribute at fault."""
+    """Raise ``TypeError`` if a layer cannot be pickled. The message names the layer and the attribute."""
     for part in parts:
         for name, layer in part.module._modules.items():
             if layer is not None and (reason := _refusal(layer)) is not None:
@@ -366,7 +366,7 @@ def check_sendable(parts: Sequence[Part]) -> None:
 
 
 class _Weightless(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickler that omits the values of tensors, which may be large and can always be pickled."""
+    """Pickler that omits the values of tensors, because they may be large and can always be pickled."""
 
     def reducer_override(self, obj: Any) -> Any:
         return (int, ()) if isinstance(obj, Tensor) else super().reducer_override(obj)
@@ -394,7 +394,7 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of the floating-point operations in matrix products and similar functions."""
+    """Counts the floating-point operations in matrix products and similar functions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -462,7 +462,7 @@ def _check_run(module: nn.Sequential, value: Any, samples: int, dim: int) -> lis
 
 
 def _first_wrong(value: Any, samples: int, dim: int) -> tuple[str, Any] | None:
-    """Return the first leaf that could not be joined with the other micro-batches' leaves."""
+    """Return the first leaf that could not be joined with the corresponding leaves of other micro-batches."""
     for path, leaf in leaves(value, "the output"):
         if leaf is None:
             continue

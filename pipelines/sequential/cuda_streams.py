@@ -18,14 +18,14 @@ from flowchan.pipelines.sequential.tensor_trees import tensors
 
 
 def to_workers(value: Any) -> None:
-    """Make the default streams wait for the current streams, which have computed the tensors of ``value``."""
+    """Make the default streams wait for the current streams, which compute the tensors of ``value``."""
     for tensor, current, default in _on_other_streams(value):
         default.wait_stream(current)
         tensor.record_stream(default)
 
 
 def from_workers(value: Any) -> None:
-    """Make the current streams wait for the default streams, which have computed the tensors of ``value``."""
+    """Make the current streams wait for the default streams, which compute the tensors of ``value``."""
     for tensor, current, default in _on_other_streams(value):
         current.wait_stream(default)
         tensor.record_stream(current)

@@ -79,7 +79,7 @@ class Cut:
 
     @property
     def parts(self) -> list[Part]:
-        """The parts with the current layers; raises ``ValueError`` if layers were added or removed."""
+        """Parts with the current layers. Raises ``ValueError`` if layers were added or removed."""
         layers = self.module._modules
         if len(layers) != len(self._layers):
             raise ValueError(
@@ -95,7 +95,7 @@ class Cut:
 
     @property
     def counts(self) -> int | list[int]:
-        """The number of layers in each part; before the cut is decided, the number of parts."""
+        """Number of layers in each part or, until the cut is decided, the number of parts."""
         return len(self._parts) if self._open else [len(part.module) for part in self._parts]
 
     def pieces(self, value: Any, whole: bool = False, back: bool = False) -> list[Any]:
@@ -126,7 +126,7 @@ class Cut:
         return join_checked(values, sizes, batch, self.dim) if self.join is None else self.join(values)
 
     def split(self, value: Any) -> list[Any]:
-        """Split a batch for training; the outputs of its micro-batches need not be joinable."""
+        """Split a batch for training, where the outputs of the micro-batches need not be joinable."""
         with self._lock:
             if self._verify is not None:
                 self._verified(split(value, self.chunks or CHUNKS)[0])
@@ -145,7 +145,7 @@ class Cut:
         return self._free and enough and not self.on.hosts and len(set(owned)) == len(owned)
 
     def halves(self, value: Any = None) -> list[Part]:
-        """Return twice as many parts, with as equal shares of the operations for ``value`` as possible.
+        """Return twice as many parts, whose shares of the operations for ``value`` are as equal as possible.
 
         Time is not measured, because measured times vary between runs. The parts would vary with them, and
         so would the random numbers of training, which must be the same in every run.
@@ -187,7 +187,7 @@ class Cut:
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
-        """Measure the first micro-batch to choose the best cut; later calls do nothing.
+        """Measure the layers with the first micro-batch to choose the best cut. Later calls do nothing.
 
         Warn if the pipe will not be faster than the plain module.
         """

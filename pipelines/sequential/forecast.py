@@ -69,7 +69,7 @@ def forecasts(
     on: Literal["thread", "process"] = "thread",
     chunks: int = CHUNKS,
 ) -> list[Forecast]:
-    """Predict the performance of each schedule, if the module has enough layers for it.
+    """Predict the performance of each schedule for which the module has enough layers.
 
     The measurement runs forward and backward passes on copies of the layers, and takes as long as a few
     training steps.

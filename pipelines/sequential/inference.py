@@ -3,10 +3,10 @@
     batches ──split──> [input] ──> [part 0] ──> [part 1] ──> … ──> [results] ──join──> outputs
                                       └─────────────┴──errors────────^
 
-Each item is a :class:`Micro`. Each part is a ``map``, which keeps no state between items, so the supervisor
-can replace a killed part and repeat its micro-batch. The run starts with the first batch and lasts until
-:meth:`Inference.close`. A thread that is waiting for its batch reads the outputs of all batches until its own
-is complete. The stage ``results`` lends its port to such threads, and handles failures.
+Each item is a :class:`Micro`. Each part is a ``map``, which keeps no state between items. The supervisor can
+therefore replace a killed part and repeat its micro-batch. The run starts with the first batch and lasts
+until :meth:`Inference.close`. A thread that is waiting for its batch reads the outputs of all batches until
+its own is complete. The stage ``results`` lends its port to such threads, and handles failures.
 
 A call splits its batch into micro-batches to keep all parts busy; a stream sends whole batches. A stream has
 at most ``2 * parts + 2`` batches in flight before it requests another. This limit bounds memory use, and
@@ -48,10 +48,10 @@ from flowchan.transport.interrupts import append_result
 
 @dataclass
 class PartWorker:
-    """Worker function of one part, created once per worker. In a process, nothing else uses the part.
+    """Callable that runs one part. Each worker creates one, and in a process nothing else uses the part.
 
-    This is a dataclass because its generated ``__init__`` has no source file. A picture therefore shows the
-    line of the user's code that created the pipe.
+    This class is a dataclass, because the generated ``__init__`` of a dataclass has no source file. A picture
+    therefore shows the line of the user's code that created the pipe.
     """
 
     part: Part
@@ -116,7 +116,7 @@ class Batch:
 
 
 class InferenceRun(PipelineRun):
-    """One run of the parts, each of which is a ``map``. The batches in flight are keyed by number.
+    """One run of the parts, each of which is a ``map`` stage, with the batches in flight by number.
 
     If Ctrl-C interrupts the recording of a result, the recording is repeated from the beginning.
     """
@@ -159,7 +159,7 @@ class InferenceRun(PipelineRun):
             self._record_failure(item)
 
     def _record_output(self, item: Sent) -> None:
-        """Record a finished micro-batch, unless its stream has been abandoned."""
+        """Record a finished micro-batch, unless the caller has abandoned its stream."""
         micro = received(item)
         self._record_times(micro)
         batch = self.out.get(micro.batch)
@@ -171,7 +171,7 @@ class InferenceRun(PipelineRun):
             self._end_batch(micro.batch, batch.values)
 
     def _record_failure(self, failed: Failed[Any]) -> None:
-        """Record that a part failed on a micro-batch, or that its process died too often."""
+        """Record that a part failed on a micro-batch, or that the part's process died too often."""
         micro = Micro(*failed.item[: len(Micro._fields)])
         self._record_times(micro)
         part = self.parts[len(micro.events)]  # each finished part has appended an event
@@ -200,7 +200,7 @@ class InferenceRun(PipelineRun):
     # --- methods for the threads that submit batches ---
 
     def put(self, item: Sent) -> None:
-        """Send a micro-batch; while the channel is full, read outputs."""
+        """Send a micro-batch. Read outputs while the channel is full."""
         try:
             self.inputs[0].put_nowait(item)
         except Full:
@@ -239,7 +239,7 @@ class InferenceRun(PipelineRun):
                     self._record_output(item)
 
     def fail(self, number: int) -> None:
-        """End a batch that was sent while the run was ending, unless the watcher has already ended it."""
+        """End a batch that was sent while the run was ending, unless the batch has already ended."""
         if self.started:
             self.over.wait()
         self._end_batch(number, self.error)
@@ -308,9 +308,9 @@ class Inference:
                 batch.run.out.pop(number, None)
 
     def _send(self, value: Any, fresh: bool, whole: bool) -> tuple[int, Batch]:
-        """Send a batch, either ``whole`` or in micro-batches, and register it.
+        """Send a batch and register it. The batch is sent in micro-batches unless ``whole`` is true.
 
-        ``fresh`` means that the stream has no batch in flight, so the processes may be given a new state.
+        ``fresh`` means that the stream has no batch in flight. The processes may then get a new state.
         """
         self._raise_if_closed()
         pieces = self.cut.pieces(mapped(torch.Tensor.detach, value), whole)
@@ -359,7 +359,7 @@ class Inference:
             raise Closed(f"the pipe {self.graph.name!r} is closed; create another one")
 
     def close(self) -> None:
-        """End the run; callers that are waiting for a batch get ``Closed``."""
+        """End the run. Callers that wait for a batch get ``Closed``."""
         with self._lock:
             self._closed = True
             busy = bool(self.run.out)

@@ -168,7 +168,7 @@ def compute_threads(processes: int, forked: bool | None = None) -> int:
 
 
 def take_cores(number: int, processes: int, hosts: int = 0) -> None:
-    """Pin this process to its share of the cores, if ``processes`` is at most the number of cores.
+    """Pin this process to its share of the cores, if there are at least ``processes`` cores.
 
     Parts wake each other for each micro-batch. The scheduler tends to place the woken process on the core of
     the process that woke it. In tests without pinning, two parts sometimes shared one core for seconds while
@@ -186,6 +186,6 @@ def take_cores(number: int, processes: int, hosts: int = 0) -> None:
 
 
 def forks() -> bool:
-    """Return True if processes are started by fork, without fixing the program's start method."""
+    """Return True if processes are started by fork. This call does not fix the program's start method."""
     method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     return method == "fork"

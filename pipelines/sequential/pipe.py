@@ -280,7 +280,7 @@ class Sequential(nn.Module):
         )
 
     def _counts(self) -> bool:
-        """Return True if a layer updates running statistics in this call."""
+        """Return True if any layer updates its running statistics in this call."""
         return self._deferred and any(
             layer.training and isinstance(layer, _BatchNorm) for layer in self.module.modules()
         )
@@ -334,7 +334,7 @@ class Sequential(nn.Module):
         clip: float | None = None,
         autocast: torch.dtype | None = None,
     ) -> Training:
-        """Prepare step-by-step training of the module, to be used in a ``with`` block.
+        """Prepare step-by-step training of the module, for use in a ``with`` block.
 
         A step is faster than ``loss(pipe(x)).backward()``: backward passes start before all forward passes
         are done, and each part updates its own parameters. The loss must be a mean over the batch.
@@ -448,6 +448,6 @@ _uncompiled = _disable_dynamo(Sequential._called)
 
 
 def _names(parts: Any) -> list[str]:
-    """Return ``parts`` if it lists layer names, or an empty list if it lists numbers."""
+    """Return ``parts`` if it contains layer names, or an empty list if it contains numbers."""
     named = isinstance(parts, (list, tuple)) and parts and all(isinstance(name, str) for name in parts)
     return list(parts) if named else []

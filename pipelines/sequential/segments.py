@@ -2,8 +2,8 @@
 
 A segment uses the module's own layers, parameters and buffers. Each segment passes on the values that later
 segments need: a single value, or a tuple of several values. A residual connection may therefore cross any
-number of segment borders. A segment is data, not generated code, so it can be copied and pickled like any
-layer.
+number of segment borders. A segment is data rather than generated code. A segment can therefore be copied and
+pickled like any layer.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def filled(value: Any, values: dict[str, Any]) -> Any:
 
 
 def _draws(one: Operation) -> bool:
-    """Return True if an operation may draw random numbers; any function from outside torch may."""
+    """Return True if an operation may draw random numbers, as any function from outside torch may."""
     if one.kind in ("get_attr", "call_module"):  # the caller checks layers separately
         return False
     name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")

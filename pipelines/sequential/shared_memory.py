@@ -89,10 +89,10 @@ def _move(storage: Any, tensors: list[Tensor], place: Any) -> None:
 
 
 class _Block(mmap.mmap):
-    """Memory block of this process. The address identifies the block until it is unmapped.
+    """Memory block of this process. The address identifies the block until the block is unmapped.
 
-    A weak reference's callback would run after the memory is unmapped. In between, another thread could map a
-    new block at the same address, and the callback would then close the descriptor of the new block.
+    A weak reference's callback would run after the memory is unmapped. Before the callback, another thread
+    could map a new block at the same address. The callback would then close the descriptor of the new block.
     """
 
     descriptor = start = -1

@@ -8,9 +8,9 @@ worker of the previous part. Outputs and gradients use separate channels, which 
 ``capacity`` messages each. A sender waits while its channel is full. A worker reads only the channel from
 which it needs a message, and stores messages that arrive early.
 
-Workers that read and write channels in a fixed order, and block, form a Kahn process network. Whether they
-deadlock depends on that order and on the capacity, but not on durations. A single simulation therefore shows
-whether they can deadlock.
+Workers that read and write channels in a fixed order, and block, form a Kahn process network. Whether the
+workers deadlock depends on that order and on the capacity, but not on durations. A single simulation
+therefore shows whether they can deadlock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Simulated:
 
     @property
     def makespan(self) -> float:
-        """Time from the start of the first step until the end of the last."""
+        """Time from the start of the first step to the end of the last step."""
         return max((event.end for events in self.events for event in events), default=0.0)
 
     @property
@@ -158,7 +158,7 @@ def _durations(parts: int, forward: Times, backward: Times, weights: Times | Non
 
 @dataclass(slots=True)
 class _Link:
-    """Messages from one worker to another, in order, with the times at which each was sent and received.
+    """Messages from one worker to another, in order, with the times of sending and receiving.
 
     ``kept`` contains the messages that have been received.
     """
@@ -190,7 +190,7 @@ class _Link:
 
 
 class _Network:
-    """Workers and the channels between them. A worker is a coroutine that yields the operation it waits for.
+    """Workers and the channels between them. A worker is a coroutine that yields operations to wait for.
 
     ``moves`` counts completed operations, to detect a deadlock.
     """

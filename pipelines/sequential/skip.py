@@ -7,7 +7,7 @@ stays until the next ``Stash`` with the same name. ``Sequential`` checks that ea
 
 Kim et al. 2020, "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", section 3.3,
 describe sending a skip directly to the part that pops it. This module sends a skip through the parts in
-between. The detour is simpler, but with processes, it costs one copy per part in between.
+between. The detour is simpler, but between processes it costs one copy for each part in between.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _thread_store = _ThreadStore()
 
 
 class Stash(nn.Module):
-    """Pass the input on, and keep it for a later :class:`Pop` with the same name.
+    """Pass the input on, and also keep it for a later :class:`Pop` with the same name.
 
     The next layer must not change the tensor in place: depending on the cut of the module, ``Pop`` might see
     the change.
@@ -87,7 +87,7 @@ class Stash(nn.Module):
 
 
 class Pop(nn.Module):
-    """Combine the input with the tensor that the :class:`Stash` of the same name kept, and drop that tensor.
+    """Combine the input with the tensor that the :class:`Stash` of the same name kept, and drop this tensor.
 
     Args:
         name: Name shared with exactly one ``Stash``.

@@ -3,7 +3,7 @@
 On the same host, the program and the parts share the memory of the tensors. Another host has copies. The
 program and the other host list the tensors of a part in the same order. Torch counts the changes to each
 tensor, and each side records the count up to which the other side's copy is current. Later changes are sent
-with the next command or answer. Torch does not count changes through ``tensor.data``, so such changes are not
+with the next command or answer. Torch does not count changes through ``tensor.data``. Such changes are not
 detected.
 """
 
@@ -92,7 +92,7 @@ def _identity(value: Any) -> Any:
 
 
 def modes_of(parts: Sequence[Part]) -> tuple[tuple[list[bool], list[bool]], ...]:
-    """Return, for each part, the mode of each module and whether each parameter requires grad."""
+    """For each part, return the mode of each module and whether each parameter requires grad."""
     return tuple(
         (
             [module.training for module in part.module.modules()],
@@ -107,7 +107,7 @@ Numbers = list[tuple[int, Tensor]]
 
 
 class SyncedTensors:
-    """One side that keeps tensors synchronised with another process.
+    """One of two sides that keep tensors synchronised between two processes.
 
     Initially, the tensors are equal on both sides.
     """
@@ -138,7 +138,7 @@ def _version(tensor: Tensor) -> int | None:
 
 
 class PartState:
-    """A part's parameters and buffers in its process, as the layers and as the program see them.
+    """A part's parameters and buffers in its process: the layers' tensors, and those that the program sees.
 
     Both views share the same memory, unless the part is on another device or a layer has replaced a buffer
     instead of writing into it. A program on another host receives changes in messages.
@@ -162,7 +162,7 @@ class PartState:
         return self._synced.changed()
 
     def take(self, numbers: Numbers | None = None) -> None:
-        """Update the layers' tensors; apply any changes from a program on another host."""
+        """Update the layers' tensors, and apply any changes from a program on another host."""
         self._synced.take(numbers or [])
         if self._on_device:
             with torch.no_grad():
@@ -172,7 +172,7 @@ class PartState:
     def give(self) -> None:
         """Make the layers' current values visible to the program.
 
-        Raises ``ValueError`` if that is not possible.
+        Raises ``ValueError`` if the values cannot be made visible.
         """
         for layer, name, tensor in self._buffers:
             now = layer._buffers.get(name)

@@ -1,4 +1,4 @@
-"""Cut modules that have their own ``forward``, by tracing them with ``torch.fx``.
+"""Cut modules with their own ``forward`` into layers, by tracing them with ``torch.fx``.
 
 ``forward`` is called once with proxies for its inputs. The recorded list of operations can be cut between any
 two operations.
@@ -36,7 +36,7 @@ HOOKS = "_forward_hooks", "_forward_pre_hooks"
 
 
 class Traced:
-    """A traced module, whose segments are in ``layers``.
+    """Traced module. Its segments are in ``layers``.
 
     Each segment begins with an operation that has parameters. If ``names`` are given, each segment begins
     with the first operation of a named layer instead. Raises ``TypeError`` if the module cannot be traced,
@@ -65,7 +65,7 @@ class Traced:
             self.layers._modules[_label(nodes[begin], self.layers)] = cutting.segment(begin, end)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy, without the ids of modules, because the copy has different modules."""
+        """Return the state to copy. It lacks the IDs of modules, because the copy has different modules."""
         return {name: value for name, value in vars(self).items() if name != "_seen"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Traced:
             )
 
     def _through(self) -> Iterator[nn.Module]:
-        """Yield the modules whose ``forward`` was traced, but not the modules that were kept whole."""
+        """Yield the modules whose ``forward`` was traced. Modules that were kept whole are not among them."""
         for path, one in self.module.named_modules(remove_duplicate=False):
             if not any(path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
                 yield one
@@ -115,7 +115,7 @@ class Traced:
                 )
 
     def _state(self) -> list[Any]:
-        """Return the state that must not change.
+        """Return the state of the module that must not change after tracing.
 
         The state consists of the modules, and the hooks and parameters of the traced modules.
         """
@@ -136,7 +136,7 @@ class _Cutting:
         (self.result,) = (node for node in graph.nodes if node.op == "output")
 
     def segment(self, begin: int, end: int) -> Segment:
-        """Return the segment of the operations from number ``begin`` up to, but not including, ``end``."""
+        """Return the segment with the operations number ``begin`` to ``end - 1``."""
         inside, last = self.nodes[begin:end], end == len(self.nodes)
         takes = self._needed(begin) if begin else self.inputs
         gives = _plain(self.result.args[0]) if last else _several(self._needed(end))
@@ -154,7 +154,7 @@ class _Cutting:
         )
 
     def _needed(self, place: int) -> list[fx.Node]:
-        """Return the values that earlier operations computed and that this or a later operation uses."""
+        """Return the values that are computed before an operation and used by it or a later operation."""
         later = {*self.nodes[place:], self.result}
         before = [*self.inputs, *self.nodes[:place]]
         return self._in_order(one for one in before if not later.isdisjoint(one.users))
@@ -210,7 +210,7 @@ class _Own:
 class _Tracer(fx.Tracer):
     """Tracer that traces the calls of only one thread.
 
-    ``kept_whole`` contains the types and ids of modules to keep whole. ``inside`` is the stack of modules
+    ``kept_whole`` contains the types and IDs of modules to keep whole. ``inside`` is the stack of modules
     around the current operation. After a failure, it is the stack around the failed operation.
     """
 
@@ -307,7 +307,7 @@ def _once(
 
 @contextmanager
 def _makers() -> Iterator[None]:
-    """Make functions that create tensors accept proxies in place of numbers."""
+    """Let functions that create tensors accept proxies in place of numbers."""
 
     def taking(function: Callable[..., Any]) -> Callable[..., Any]:
         def make(*args: Any, **named: Any) -> Any:
@@ -331,7 +331,7 @@ def _makers() -> Iterator[None]:
 
 
 def _keep_innermost_whole(inside: Sequence[nn.Module], kept_whole: set[Any]) -> bool:
-    """Mark the innermost module that is not yet kept whole; return False if all are kept whole."""
+    """Mark the innermost module that is not kept whole yet. Return False if all modules are kept whole."""
     for one in reversed(inside):
         key = id(one) if type(one) is nn.Sequential else type(one)
         if key not in kept_whole:
@@ -394,7 +394,7 @@ def _begin(nodes: list[fx.Node], name: Any) -> int:
 
 
 def _label(node: fx.Node, line: nn.Sequential) -> str:
-    """Return a name for a segment: the name of its first layer, if it has one.
+    """Return a name for a segment: the name of the segment's first layer, if there is one.
 
     Dots are replaced, because names must not contain any.
     """

@@ -63,7 +63,7 @@ class TrainingOptions(NamedTuple):
 class Training:
     """Trainer of a pipe, returned by ``pipe.trainer(...)``.
 
-    Use it in a ``with`` block, which starts and ends the workers. A step that fails raises ``RunError``; the
+    Use it in a ``with`` block, which starts and ends the workers. A step that fails raises ``RunError``. The
     message names the part, the step in the schedule and the micro-batch. Training is then over, and some
     parts may already have updated their parameters.
 
@@ -154,7 +154,7 @@ class Training:
         self._run = WorkersRun("Sequential training", self._jobs, self._on, self._chunks)
 
     def _settle(self, x: Any) -> None:
-        """Start the workers with the first batch, if that batch determines the cut."""
+        """Start the workers on the first batch if that batch determines the cut."""
         if self._begun and self._open and not self._over:
             self._start_with(self._cut.halves(x))
 
@@ -367,7 +367,7 @@ class Training:
         return Timeline(found, self.graph.name)
 
     def report(self) -> TrainingReport:
-        """Report on the last ten steps: waiting, communication, and the peak memory of each part.
+        """Report on the last ten steps: waiting times, communication, and the peak memory of each part.
 
         To measure memory, the first call runs copies of the layers on a micro-batch from the first step.
 
@@ -447,7 +447,7 @@ class Training:
             raise
 
     def _placed(self, doing: str, chunks: int, plan: list[list[Step]]) -> BaseException:
-        """Return the run's error, with a message that says where the first failure happened."""
+        """Return the run's error, with a message that names the place of the first failure."""
         self._run.end(at_once=True)
         if (error := self._run.failure) is None:
             return RuntimeError(
@@ -489,7 +489,7 @@ def _seen(parts: Sequence[Part]) -> Any:
 
 
 def add_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None] | None) -> None:
-    """Add gradients to the ``grad`` of parameters, like a backward pass. Each ``grad`` has its own memory."""
+    """Add gradients to the ``grad`` of parameters, like a backward pass. No two ``grad`` share memory."""
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         if gradient is not None and parameter.grad is None:
             parameter.grad = gradient.detach().to(parameter.device, copy=True)

@@ -164,7 +164,7 @@ def measured(parts: Sequence[Part], micro: Any) -> list[Kept]:
 
 
 def _graph(module: nn.Sequential, value: Any, skips: Skips) -> float:
-    """Return the number of bytes that autograd saves for the backward pass of a part."""
+    """Return the number of bytes that autograd saves for a part's backward pass."""
     container = nn.Sequential()
     container._modules["part"] = module
     container.training = True  # measure a training pass even if the layers are in eval mode
@@ -174,7 +174,7 @@ def _graph(module: nn.Sequential, value: Any, skips: Skips) -> float:
 
 
 def _peak(events: Iterable[TimelineEvent], kept: Sequence[Kept]) -> list[float]:
-    """Return the peak of the kept bytes for each part. Until a pass is recomputed, only its inputs count."""
+    """Return the peak of each part's kept bytes. Before a pass is recomputed, only its inputs count."""
     ordered = sorted(events, key=lambda event: event.end)
     again = {(event.part, event.chunk) for event in ordered if event.op == "recompute"}
     now, most = [0.0] * len(kept), [0.0] * len(kept)

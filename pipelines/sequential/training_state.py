@@ -1,6 +1,6 @@
 """Store the state of a training in a dictionary that ``torch.save`` writes and ``torch.load`` reads safely.
 
-Each part has its own optimizer, so the optimizers' state is valid only for one cut of the module.
+Each part has its own optimizer. The optimizers' state is therefore valid only for one cut of the module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMED = 3  # maximum number of the module's keys in an error message
 
 
 def copied(state: Any, cpu: bool = False) -> Any:
-    """Copy a state: clone its tensors, to the CPU if ``cpu``, and replace NumPy scalars with numbers.
+    """Copy a state: clone its tensors (on the CPU if ``cpu`` is true), and turn NumPy scalars into numbers.
 
     ``torch.load`` refuses NumPy scalars by default, and a learning rate may be one.
     """
@@ -43,7 +43,7 @@ def layer_counts(parts: Sequence[Part]) -> list[int]:
 
 
 def optimizer_of(part: Part, create: Optimizers | None) -> Any:
-    """Create the optimizer of a part, to inspect it; ``None`` if the part has none.
+    """Create a part's optimizer for inspection, or return ``None`` if the part has none.
 
     Raises ``TypeError`` if its state cannot be saved.
     """
@@ -99,7 +99,7 @@ def _check_keys(state: Any) -> None:
 
 
 def _open_counts(counts: Any, parts: int, layers: int) -> list[int]:
-    """Return the layer counts of the parts in a saved state.
+    """Return the number of layers of each part in a saved state.
 
     Raises ``ValueError`` unless there are ``parts`` counts that add up to ``layers``.
     """

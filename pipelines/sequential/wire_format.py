@@ -1,13 +1,13 @@
 """Define the format of micro-batches between processes: a tuple, with the tensor's memory kept separate.
 
 A part computes with megabytes of parameters between two messages. The parameters evict all code from the
-core's caches. The code that sends and receives is therefore five to ten times slower than in a tight loop, so
-this path is kept short. A tensor is sent as its memory, the name of its dtype and its shape, without being
-pickled. All other values, such as tensors inside tuples and dictionaries, are pickled.
+core's caches. The code that sends and receives is therefore five to ten times slower than in a tight loop.
+For this reason, this path is kept short. A tensor is sent as its memory, the name of its dtype and its shape,
+without being pickled. All other values, such as tensors inside tuples and dictionaries, are pickled.
 
-A receiver may change a value from a channel, so a large tensor gets a private mapping of its memory. The
-mapping costs a page fault for every few pages that are read, and about as much time again for unmapping. If
-the first layer of a part only reads its input, the part avoids the mapping and reads the memory that the
+A receiver may change a value from a channel. A large tensor therefore gets a private mapping of its memory.
+The mapping costs a page fault for every few pages that are read, and about as much time again for unmapping.
+If the first layer of a part only reads its input, the part avoids the mapping and reads the memory that the
 sender has written.
 """
 
@@ -41,7 +41,7 @@ Sent = tuple[int, int, int, Any, dict[str, Tensor | None], tuple[tuple[float, fl
 
 
 def closed(value: Any) -> tuple[Any, Form]:
-    """Return the objects to send to another process instead of the value, and the form of the value."""
+    """Return the objects that are sent to another process in place of a value, and the value's form."""
     if type(value) is not Tensor or not _is_plain(value):
         return value, None
     memory = PickleBuffer(View.of(value.data_ptr(), value.nbytes, value))
@@ -61,7 +61,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def opened(memory: Any, form: tuple[str, tuple[int, ...]], only_reads: bool) -> Tensor:
-    """Return the received tensor; ``only_reads`` means that the receiver never changes it."""
+    """Return the received tensor. If ``only_reads`` is true, the receiver never changes the tensor."""
     name, shape = form
     if not only_reads:
         # The receiver may change the tensor, so give it private memory. A large value is a view of shared
@@ -83,7 +83,7 @@ def only_reads(part: Part) -> bool:
 
 
 def expect_reading() -> None:
-    """Suppress torch's warning about read-only tensors by triggering it; torch shows it once per process."""
+    """Suppress torch's warning about read-only tensors, by triggering the warning in advance."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.frombuffer(b"0", dtype=torch.uint8)

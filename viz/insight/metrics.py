@@ -1,9 +1,9 @@
 """Export run metrics in the Prometheus text format.
 
-Algorithm. Counters begin at 0 when the run starts. All times are in seconds, so a query can compute shares
-for any time window. A sum of times from several clocks may fall by a few microseconds between two scrapes.
-Prometheus would interpret a falling counter as a restart of the program. :class:`PrometheusMetrics` therefore
-reports the highest value of each counter so far.
+Algorithm. Counters begin at 0 when the run starts. All times are in seconds, so that a query can compute
+shares for any time window. A sum of times from several clocks may fall by a few microseconds between two
+scrapes. Prometheus would interpret a falling counter as a restart of the program. :class:`PrometheusMetrics`
+therefore reports the highest value of each counter so far.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def prometheus(stats: RunStats) -> str:
 
 
 class PrometheusMetrics:
-    """Metrics of one run whose counters never fall.
+    """Metrics of one run. Their counters never fall.
 
     Args:
         stats: Function that returns the current statistics of the run.
@@ -182,7 +182,7 @@ _KINDS = {metric.name: metric.kind for metric in METRICS}
 
 
 def _text(found: Iterator[Sample]) -> str:
-    """Return the samples as text, grouped by metric as the format requires."""
+    """Return the samples as text. They are grouped by metric, as the format requires."""
     grouped: dict[str, list[Sample]] = {}
     for sample in found:
         grouped.setdefault(sample.metric, []).append(sample)

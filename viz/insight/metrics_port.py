@@ -1,6 +1,6 @@
 """Open a port that serves a run's metrics to Prometheus.
 
-The port is bound before the run starts. If it is in use, the call therefore fails before anything has
+The port is bound before the run starts. If the port is in use, the call therefore fails before anything has
 started. The server thread starts after the workers have been forked. Each forked worker closes its copy of
 the socket.
 """

@@ -33,7 +33,7 @@ def instrument(
     """Send spans and metrics of a run to OpenTelemetry, until the run has ended.
 
     Each sampled item that reaches an end of the graph gets a span named "flowchan item", with one child per
-    stage. Spans require a run that samples items, so start the run with ``trace=`` or ``page=True``. The
+    stage. Spans require a run that samples items: one that was started with ``trace=`` or ``page=True``. The
     metrics have the same names and labels as those for Prometheus.
 
     Args:
@@ -69,7 +69,7 @@ class _Spans:
         self._second, self._count = 0, 0
 
     def add(self, event: Any) -> None:
-        """Create the spans if the event is a complete item and the limit for this second allows it."""
+        """Create the spans for a complete item, unless this second's limit on items has been reached."""
         if not isinstance(event, ItemTraced):
             return
         second = int(event.spans[-1][3])

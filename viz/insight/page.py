@@ -7,8 +7,8 @@ history does not need an open page, because it uses snapshots that the superviso
 has ended, every connection sends the final snapshot, and the server closes.
 
 Invariants. ``_joining`` is held while a viewer joins or leaves, and therefore while the feed's thread starts
-or exits. The feed's thread takes only ``_changed``, so the two locks cannot deadlock. The page refers to the
-supervisor only weakly, so that a run is freed without a garbage collection.
+or exits. The feed's thread takes only ``_changed``. The two locks therefore cannot deadlock. The page refers
+to the supervisor only weakly, so that a run is freed without a garbage collection.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class RunPage:
                         self._latest = (0, b"")
 
     def events(self) -> Iterator[bytes]:
-        """Yield the events for one viewer: the history, then snapshots until the run has ended."""
+        """Yield the events for one viewer: first the history, then snapshots until the run has ended."""
         yield _event("history", self._history.series(self._ids))
         sent, over = 0, False
         while not over:

@@ -4,7 +4,7 @@ Algorithm. One thread accepts connections. Each connection has its own thread, w
 route is a function that returns an :class:`HttpReply` or a :class:`Streaming` reply. The server sends a
 streaming reply part by part.
 
-The server answers only GET and HEAD requests, and requests cannot change anything. If the server listens on
+The server answers only GET and HEAD requests. No request can change anything. If the server listens on
 127.0.0.1, the ``Host`` header must name this server. The server thereby rejects requests from web sites whose
 name resolves to 127.0.0.1 (DNS rebinding). If the server has a token, all paths begin with that token.
 
@@ -95,7 +95,8 @@ class LocalServer:
         routes: Function for each path. Paths omit the leading slash and the token; the root is an empty path.
         port: Port to listen on; 0 chooses a free port.
         with_token: True to require a random token as the first part of all paths.
-        host: Address to listen on. If it is not 127.0.0.1, requests may have any ``Host`` header.
+        host: Address to listen on. With an address other than 127.0.0.1, requests may have any ``Host``
+            header.
         start: True to start answering requests now. If false, the caller must call :meth:`start`.
 
     Raises:
@@ -146,7 +147,7 @@ class LocalServer:
 
 
 class _Http(ThreadingHTTPServer):
-    """Listening socket and open connections of a server."""
+    """Listening socket of a server, and its open connections."""
 
     daemon_threads = True
     request_queue_size = MOST_CONNECTIONS
@@ -200,7 +201,7 @@ class _Http(ThreadingHTTPServer):
         self.connections.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error of a connection. The usual cause is that the client has disconnected."""
+        """Ignore the error of a connection. Usually, the client has disconnected."""
 
     def stop_accepting(self) -> None:
         self.ending = True

@@ -1,6 +1,6 @@
 """Describe a graph and the state of its run as JSON values for the page.
 
-All functions are pure. Stages and channels are identified by the ids of their elements in the drawn graph
+All functions are pure. Stages and channels are identified by the IDs of their elements in the drawn graph
 (see :mod:`flowchan.viz.dot`).
 """
 
@@ -33,7 +33,7 @@ class ElementIds:
 
 
 def ids_of(graph: Blueprint) -> ElementIds:
-    """Return the ids of all stages and channels of a graph."""
+    """Return the IDs of all stages and channels of a graph."""
     read = {edge.writer for edge in graph.edges if edge.reader is not None}
     ends = frozenset(stage.name for stage in graph.stages if stage.name not in read)
     failed = {edge.reader for edge in graph.edges if edge.errors}
@@ -45,7 +45,7 @@ def ids_of(graph: Blueprint) -> ElementIds:
 
 
 def describe(graph: Blueprint) -> Json:
-    """Return everything about a graph that does not change while it runs, except its picture."""
+    """Return everything about a graph that does not change during a run, except the picture."""
     ids = ids_of(graph)
     return {
         "name": graph.name,
@@ -142,7 +142,7 @@ def _decision(ids: ElementIds, decision: ScalingDecision) -> Json:
 
 
 def _progress(progress: Progress, now: RunStats) -> Json:
-    """Return the progress at the end of the graph that has the largest fraction of its items left."""
+    """Return the progress of that end of the graph which has the largest fraction of its items left."""
     shown = progress.bars(now)
     known = [bar for bar in shown if bar.total is not None]
     if not known:
@@ -171,7 +171,7 @@ def _stage(id: str, stage: StageStats, before: StageStats | None) -> Json:
 
 
 def _workers(stage: StageStats, before: StageStats | None) -> Iterator[Json]:
-    """Yield the activity that took most of each live worker's time since ``before``."""
+    """Yield, for each live worker, the activity that took most of its time since ``before``."""
     earlier = {} if before is None else {worker.number: worker.seconds for worker in before.per_worker}
     for worker in stage.per_worker:
         if worker.working:
@@ -248,7 +248,7 @@ class RateHistory:
         self._points = points
 
     def series(self, ids: ElementIds) -> Json:
-        """Return the rate at the end of the graph, and each stage's rate and busy share, over time."""
+        """Return, over time, the rate at the end of the graph and the rate and busy share of each stage."""
         points, names = self._points, list(ids.stages)
         zeros = tuple((0, 0.0, 0.0) for _ in names)
         rates: list[list[float]] = [[] for _ in names]

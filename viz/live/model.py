@@ -1,4 +1,4 @@
-"""Compute the content of the views: the progress of a run with a known total, and its stages' activity.
+"""Compute what views show: the activity of a run's stages, and the progress if the total is known.
 
 The content consists of text and values. Each view decides how to draw them.
 """
@@ -68,9 +68,9 @@ class Progress:
 def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
     """Return one progress bar for each end of the graph.
 
-    The bar shows the nearest stage with a known total before the end. Without such a stage, the bar shows a
-    stage that combines many items into one. Later stages have little to do until that stage ends. Otherwise,
-    the bar shows the end.
+    The bar shows the nearest stage before the end whose total is known. Without such a stage, the bar shows
+    the nearest stage that combines many items into one. Later stages have little to do until that stage ends.
+    Without either kind of stage, the bar shows the end.
     """
     known = _Totals(graph, stats)
     read = {edge.writer for edge in stats.edges if edge.reader is not None}
@@ -79,7 +79,7 @@ def bars(graph: Blueprint, stats: RunStats) -> list[Bar]:
 
 
 class _Totals:
-    """Totals of a run that follow from one snapshot of its statistics."""
+    """Totals of a run, derived from one snapshot of the run's statistics."""
 
     def __init__(self, graph: Blueprint, stats: RunStats) -> None:
         self._stages = {stage.name: stage for stage in graph.stages}
@@ -97,7 +97,7 @@ class _Totals:
         return Bar(name, done, self.total(name), about.rate)
 
     def nearest(self, end: str) -> str:
-        """Search backwards from ``end`` for the nearest stage with a known total, and return its name.
+        """Search backwards from ``end`` for the nearest stage whose total is known, and return its name.
 
         If no total is known, return the nearest stage that combines items, or else ``end``.
         """
@@ -177,7 +177,7 @@ def active_cause(stats: RunStats) -> str:
 
 
 def hints(stats: RunStats) -> list[str]:
-    """Return the cause that limits an active run, and the advice, each on one line, if known."""
+    """Return a line with the cause that limits an active run, and a line with advice, if they are known."""
     if stats.state not in ACTIVE:
         return []
     advised = advice(stats)
@@ -240,7 +240,7 @@ def queues(stats: RunStats) -> dict[str, tuple[int, int]]:
 
 
 def starting(stats: RunStats) -> Iterator[str]:
-    """Yield a string that lists the stages where no worker has built its callable yet, if there are any."""
+    """Yield a text that lists the stages in which no worker has built its callable, if there are any."""
     names = [stage.name for stage in stats.stages if stage.state == "starting"]
     if names:
         yield f"starting: {', '.join(names)}"

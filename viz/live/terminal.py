@@ -1,9 +1,9 @@
-"""Show a run on a terminal as a table of its stages or as progress bars, or else print lines.
+"""Show a run as a table of its stages or as progress bars on a terminal, and as lines elsewhere.
 
 While the drawing is shown, other output must appear above it. The program, its threads, C libraries, worker
 processes and their children must not write into the table. The standard streams are therefore redirected to a
-pseudoterminal, which a thread reads. A pseudoterminal counts as a terminal, so all these writers still write
-line by line and in colour.
+pseudoterminal, which a thread reads. A pseudoterminal counts as a terminal. All these writers therefore still
+write line by line and in colour.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ _drawing = threading.Lock()
 
 
 def claim(stream: TextIO, ends: contextlib.ExitStack) -> bool:
-    """Return True if the stream is a terminal and no other view of this process is drawing on it.
+    """Return True if the stream is a terminal and no other view of this process draws on the terminal.
 
-    In that case, the terminal is reserved for the caller until ``ends`` closes.
+    If the result is True, the terminal is reserved for the caller until ``ends`` closes.
     """
     if not stream.isatty() or os.environ.get("TERM", "").lower() in _PRINTS_ONLY:
         return False
@@ -136,7 +136,7 @@ def _is_standard_error(stream: TextIO) -> bool:
 
 
 class Captured:
-    """Capture of the standard streams of this process and its children, if these streams are terminals.
+    """Captures the standard streams of this process and its children, if they are terminals.
 
     While it is open, each line is passed to ``show``. Overwritten parts of a line, such as earlier states of
     a progress bar, are omitted. An exception in ``show`` is ignored. ``terminal`` writes directly to the
@@ -214,7 +214,7 @@ class Captured:
             self._pass_on(text + b"\n")
 
     def _pass_on(self, text: bytes) -> bytes:
-        """Show the complete lines, and return the visible part of the incomplete last line."""
+        """Show all complete lines, and return the visible part of the last, incomplete line."""
         *lines, rest = text.split(b"\n")
         for line in lines:
             _suppressing(self._show, _last_drawn(line).decode(errors="replace"))
@@ -234,7 +234,7 @@ def _lead(fd: int, to: int, ends: contextlib.ExitStack) -> None:
 
 
 def _suppressing(call: Callable[..., object], *args: object) -> None:
-    """Call a function and ignore its exceptions, because a failing terminal must not stop the caller."""
+    """Call a function and ignore its exceptions, because a broken terminal must not stop the caller."""
     with contextlib.suppress(Exception):
         call(*args)
 
@@ -299,7 +299,7 @@ class LiveView:
             self._ends.close()  # this also shows the last output
 
     def show(self, stats: RunStats) -> None:
-        """Show ``stats``, immediately on a terminal; otherwise write a line if one is due."""
+        """Show ``stats``: immediately on a terminal, and elsewhere as a line if a line is due."""
         with self._whatever_fails():
             if self._progress is not None:
                 self._bars = self._progress.bars(stats)
@@ -331,7 +331,7 @@ class LiveView:
 
     @contextlib.contextmanager
     def _whatever_fails(self) -> Iterator[None]:
-        """Continue with plain lines if the view fails, because the run itself has not failed.
+        """If drawing the view fails, continue with plain lines, because the run itself has not failed.
 
         If the stream rejects a line, the line is lost, but the stream may accept the next one.
         """
@@ -364,7 +364,7 @@ def _progress_bars(known: list[Bar], stats: RunStats) -> RenderableType:
 
 
 def _stages(stats: RunStats, width: int, height: int) -> RenderableType:
-    """Return the table with the problems below it, one per line, truncated to the width of the terminal."""
+    """Return the table, and below it one line per problem, cut to the width of the terminal."""
     from rich.console import Group
     from rich.text import Text
 

@@ -129,7 +129,7 @@ def _reached(
 class Place:
     """Address where a group met, and where its survivors can meet again.
 
-    ``number`` counts how many times the original group has shrunk.
+    ``number`` is the number of times that the original group has shrunk.
     """
 
     at: str
@@ -228,10 +228,10 @@ def _let_in(
 
 
 def _is_late(old: LinkedGroup, ranks: list[int], give_up: float) -> bool:
-    """Return whether any of these members, all on one host, still listens for the old group.
+    """Return whether any of these members still listens for the old group. All of them are on one host.
 
-    A member that listens is alive, but late. If an attempt to connect times out, the host counts as
-    unreachable.
+    A member that still listens is alive and merely late. If an attempt to connect times out, the host counts
+    as unreachable.
     """
     for rank in ranks:
         try:

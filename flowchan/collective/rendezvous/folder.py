@@ -31,8 +31,8 @@ def meet_in(folder: Path, file: str, launcher: str, rank: int, size: int, timeou
     Args:
         folder: Folder that all hosts share; created if it is missing.
         file: Name of the file, which differs between groups.
-        launcher: Address, without a port, of the host that started the processes. Rank 0 listens on its route
-            to that host.
+        launcher: Address, without a port, of the host that started the processes. Rank 0 listens on the
+            address of its route to that host.
         rank: Rank of this process.
         size: Number of members.
         timeout: Seconds to wait for the other members.

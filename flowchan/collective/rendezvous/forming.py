@@ -173,7 +173,7 @@ def _connected(
 
 
 def this_host() -> str:
-    """Identify the current boot of this machine, and the namespaces and user of this process.
+    """Return a text that identifies this boot of this machine, and this process's namespaces and user.
 
     Processes can share memory only if all of these are equal. A Unix socket can be reached only in its
     network namespace, and a process ID is valid only in its PID namespace. Start times, which identify

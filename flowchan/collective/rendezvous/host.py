@@ -1,8 +1,8 @@
 """Form a group of processes on one host that know only their ranks and their job's name.
 
-Rank 0 listens on an abstract Unix socket, whose name derives from the job's name, so no port or file is
-needed. The kernel identifies the user of each peer, and other users' processes are rejected. The socket
-exists only during the rendezvous. A process that ends before all have met can be started again.
+Rank 0 listens on an abstract Unix socket, whose name derives from the job's name. No port or file is needed.
+The kernel identifies the user of each peer, and other users' processes are rejected. The socket exists only
+during the rendezvous. A process that ends before all processes have met can be started again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def meet(job: str, rank: int | None, size: int, timeout: float, name: str = "") 
 
 
 def _lead(address: str, if_first: bool, size: int, give_up: float, name: str) -> SharedGroup | None:
-    """Form the group as rank 0. Return None if another process listens and ``if_first`` is true."""
+    """Form the group as rank 0. If another process already listens and ``if_first`` is true, return None."""
     with contextlib.closing(Coordinator(size, give_up)) as coordinator:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             if not _listens(listener, address, give_up, if_first):

@@ -43,9 +43,10 @@ class Membership:
     _listener: _Listener | None = None
 
     def reached(self, at: str, secret: bytes, tls: bool) -> Membership:
-        """Return a copy that knows how to reach the driver.
+        """Return a copy of this membership that knows how to reach the driver.
 
-        The worker's host adds the address and the secret, so the secret is not sent with the membership.
+        The worker's host adds the address and the secret. The secret is therefore never sent with the
+        membership.
         """
         return dataclasses.replace(self, at=at, secret=secret, tls=tls)
 
@@ -99,7 +100,7 @@ class Membership:
 
 
 class _Listener:
-    """Ends a member's group when the driver requests it or is lost.
+    """Ends a member's group when the driver asks for this or is lost.
 
     Otherwise, members might not notice that a member on another host has died, or that a new member is to
     join.

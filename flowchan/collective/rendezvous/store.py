@@ -22,8 +22,8 @@ from flowchan.transport.tcp import route_to
 def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = "") -> Group:
     """Form a group of all processes on any hosts that use this store; return this process's member.
 
-    Every process that can write to the store can join. The keys are removed at the end, so later groups can
-    use the same store.
+    Every process that can write to the store can join. The keys are removed at the end, so that later groups
+    can use the same store.
     """
     round_number = 0
 

@@ -5,14 +5,14 @@
 From torch 2.5 on, this call is enough. In earlier versions, first import this module, which registers the
 backend.
 
-CPU tensors use flowchan and CUDA tensors use NCCL, as in any group. The errors are the group's errors. If a
-member dies, all survivors raise :class:`flowchan.MemberDied`; mismatched calls raise
-:class:`flowchan.Mismatch`. A ``timeout`` other than torch's default limits each operation, which then raises
-:class:`~flowchan.collective.torch.works.OperationTimeout`.
+CPU tensors use flowchan, and CUDA tensors use NCCL, as in any group of flowchan. The errors are also those of
+a group. If a member dies, all survivors raise :class:`flowchan.MemberDied`; mismatched calls raise
+:class:`flowchan.Mismatch`. A ``timeout`` other than torch's default limits the time of each operation. A late
+operation raises :class:`~flowchan.collective.torch.works.OperationTimeout`.
 
-A process group has only this backend, because torch ignores other backends named with it. The first operation
-of ``"cpu:flowchan,cuda:gloo"`` therefore raises ``ValueError``. ``"cpu:flowchan,cuda:nccl"`` is equivalent to
-``"flowchan"``.
+A process group can have only this backend, because torch silently ignores other backends that are named with
+it. The first operation of a group with ``"cpu:flowchan,cuda:gloo"`` therefore raises ``ValueError``.
+``"cpu:flowchan,cuda:nccl"`` is equivalent to ``"flowchan"``.
 """
 
 from __future__ import annotations
@@ -260,10 +260,10 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._do("barrier", [], lambda: self._group.barrier(timeout=self._limit))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks; if some do not make this call in time, name them in an error on all ranks.
+        """Wait for all ranks. If some ranks do not make this call in time, raise an error that names them.
 
-        ``torch.distributed.monitored_barrier`` calls this. After it times out, the group can still be used,
-        unlike after other operations.
+        ``torch.distributed.monitored_barrier`` calls this. After a timeout of this call, the group can still
+        be used, unlike after a timeout of other operations.
 
         Args:
             timeout: Time limit (default: the timeout of the process group).

@@ -1,8 +1,8 @@
 """Implement a barrier that names the ranks that do not arrive.
 
-Rank 0 waits for a message from each other rank, in rank order. Then rank 0 answers all ranks with an empty
-text, or with an error that all of them raise. The tag of these messages contains the barrier's number, so
-they are never confused with messages of the program or of an earlier barrier.
+Rank 0 waits for a message from each other rank, in rank order. Then rank 0 answers all ranks, either with an
+empty text or with the text of an error that all of them raise. The tag of these messages contains the
+barrier's number, so they are never confused with messages of the program or of an earlier barrier.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class Receives:
     """Receive operations that run while their caller sends.
 
     Receives from one source run one at a time, and so do receives that accept any source. A receive that
-    accepts any source may get a message for which another receive, from that sender only, is waiting. The two
-    kinds of receives therefore take turns, and each first checks the messages that the other kind has
-    received. This rule keeps each sender's messages in order.
+    accepts any source may get a message for which a receive from only that sender is waiting. The two kinds
+    of receives therefore take turns, and each first checks the messages that the other kind has received.
+    This rule keeps each sender's messages in order.
     """
 
     def __init__(self, member: Group) -> None:
@@ -55,7 +55,7 @@ class Receives:
         return Work(list(tensors), going_on)
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, limit: float | None) -> int:
-        """Receive tensors, all from the sender of the first one, and return that sender's rank."""
+        """Receive all tensors from the sender of the first tensor, and return that sender's rank."""
         for x in tensors:
             with timed(limit):
                 source, found = self.next(source, tag, limit)
@@ -104,7 +104,7 @@ class Receives:
         return None not in self._receiving and (self._has_received_from_any or not self._waiting[None])
 
     def _receive_next(self, source: int | None) -> None:
-        """Receive one message, and store it for the call that waits for a message with its tag.
+        """Receive one message, and store the message for the call that waits for its tag.
 
         If no message arrives within ``_TURN`` seconds, return, so that another thread can receive.
         """
@@ -138,7 +138,7 @@ class Receives:
         return None
 
     def close(self) -> None:
-        """End waiting receives, because the member is about to leave."""
+        """End the receives that are waiting, because the member is about to leave the group."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()

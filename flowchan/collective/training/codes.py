@@ -63,8 +63,8 @@ class Code(Protocol):
 class TopK:
     """Code that sends only the elements of a gradient with the largest absolute values.
 
-    Elements that are left out are added to the next gradient (error feedback), so they are sent later but not
-    lost.
+    Elements that are not sent are added to the next gradient (error feedback). Such elements are therefore
+    sent later rather than lost.
 
     Args:
         fraction: Fraction of elements to send, above 0 and at most 1 (default 0.01); at least one element is
@@ -94,7 +94,7 @@ class TopK:
         self._residual: Tensor | None = None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the unsent elements of earlier calls to a tensor, and encode the largest elements of the sum.
+        """Add the elements that earlier calls left unsent to a tensor, and encode the sum's largest elements.
 
         Args:
             x: One-dimensional tensor.
@@ -140,7 +140,7 @@ class TopK:
 
 
 class QSGD:
-    """Code that rounds each element stochastically to a multiple of the norm divided by ``levels``.
+    """Code that rounds each element randomly to a multiple of the tensor's norm divided by ``levels``.
 
     The expected value of a rounded element is the element itself, so the code is unbiased. Each element takes
     one byte. Source: Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
@@ -234,7 +234,7 @@ _CODES: dict[str, Callable[[], Code]] = {"topk": TopK, "qsgd": QSGD}
 
 
 def _found(codes: Any, must_be: str) -> Callable[[], Code]:
-    """Return the factory of a code. ``codes`` is the factory itself or the code's name."""
+    """Return the factory of a code, given the factory or the code's name."""
     made = _CODES.get(codes) if isinstance(codes, str) else codes
     if not callable(made):
         raise ValueError(f"{must_be.format(', '.join(map(repr, [*_TYPES, *_CODES])))}, got {shown(codes)}")
@@ -251,8 +251,8 @@ def code_maker(codes: Any) -> Callable[[], Code]:
 def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.dtype) -> Combine:
     """Return the function that averages or sums a buffer with elements of this type.
 
-    A code yields a mean; for a sum, it is multiplied by the number of members. Summing ``fp16`` values
-    directly might exceed their range.
+    A code yields a mean. For a sum, the mean is multiplied by the number of members. A direct sum of ``fp16``
+    values might exceed their range.
     """
     if compress is None:
         return lambda group, x: group._reduced(ALLREDUCE, x, op, None, -1, None)
@@ -270,8 +270,7 @@ def combine_by(op: str, compress: str | Callable[[], Code] | None, dtype: torch.
 def _mean_by(compress: str | Callable[[], Code], dtype: torch.dtype) -> Combine:
     """Return the function that averages a buffer with elements of this type.
 
-    That function may run in the member's background thread, while the operations of other members wait for
-    it.
+    The function may run in the member's background thread, while the operations of other members wait for it.
     """
     if isinstance(compress, str) and compress in _TYPES:
         if dtype.is_complex:
@@ -284,5 +283,5 @@ def _mean_by(compress: str | Callable[[], Code], dtype: torch.dtype) -> Combine:
 
 
 def _rounded(group: Group, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Average half-precision values in float32, and round the result once."""
+    """Average half-precision values in float32, and round only the result."""
     return x.copy_(group._reduced(ALLREDUCE, x.to(dtype), "mean", None, -1, None))

@@ -1,4 +1,4 @@
-"""Run a training loop with hooks, for a module or for equal replicas of it."""
+"""Run a training loop with hooks, for one module or for replicas of a module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Batches = Iterable[Any] | Stream[Any] | Callable[[int], Iterable[Any] | Stream[A
 class State:
     """State of the training loop that hooks receive.
 
-    ``sample``, ``output`` and ``loss`` are None while other replicas have a sample but this one does not.
+    ``sample``, ``output`` and ``loss`` are None while other replicas have a sample but this replica does not.
 
     Attributes:
         training: False during :meth:`Engine.test`.
@@ -138,8 +138,8 @@ class Engine:
             epochs: Total number of epochs.
 
         Raises:
-            ValueError: Several epochs remain, but ``batches`` is an iterator, which would end after the
-                first.
+            ValueError: Several epochs remain, but ``batches`` is an iterator, which ends after the first
+                epoch.
         """
         remaining = epochs - self.state.epoch
         if isinstance(batches, Iterator) and remaining > 1:
@@ -302,7 +302,7 @@ class Mean:
         self.total, self.count = 0.0, 0
 
     def add(self, value: float | Tensor, count: int = 1) -> None:
-        """Add ``count`` values, given by their mean.
+        """Add ``count`` values, whose mean is given.
 
         Args:
             value: Mean of the values: a number, or a tensor with one element.
@@ -327,7 +327,7 @@ class Mean:
 
 
 class _Step:
-    """Wraps a function as an optimizer's ``step``, for :class:`AllReduceSGD`."""
+    """Wraps a function as the ``step`` of an optimizer, for :class:`AllReduceSGD`."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.step = step

@@ -1,7 +1,7 @@
-"""Implement data-parallel training of replicas of a torch module, one on each member of a group.
+"""Implement data-parallel training of a torch module with one replica on each member of a group.
 
-:func:`synchronize` makes the replicas equal. One of these classes keeps them equal or close, and
-:func:`check_equal` compares them.
+:func:`synchronize` makes the replicas equal. One of the following classes keeps the replicas equal or close,
+and :func:`check_equal` compares replicas.
 
 - :class:`Gradients` requires equal numbers of batches.
 - :class:`AllReduceSGD` allows different numbers of batches.
@@ -138,7 +138,7 @@ class Gradients:
     All members must have the same module, and call ``backward`` and :meth:`wait` the same number of times.
 
     A few flat buffers contain the gradients, and each buffer is averaged as soon as it is complete. If a loss
-    does not depend on a parameter, the parameter's gradient counts as zero.
+    does not depend on a parameter, this parameter's gradient counts as zero.
 
     Args:
         module: This member's replica.
@@ -299,7 +299,7 @@ class _Bucket(_Flat):
 
 
 def _in_buckets(module: nn.Module) -> list[list[Tensor]]:
-    """Divide the parameters into lists, each of a single type and device.
+    """Divide the parameters into lists, each with parameters of one type on one device.
 
     The order is reversed, because backward reaches the last parameters first.
     """
@@ -403,7 +403,7 @@ class AllReduceSGD:
             pass
 
     def close(self) -> None:
-        """Stop averaging during ``backward``. Without ``overlap``, this does nothing."""
+        """Stop averaging during ``backward``. Without ``overlap``, this method does nothing."""
         if self._overlap:
             self._overlap.close()
 
@@ -437,8 +437,8 @@ class ElasticAverage:
     replica moves towards the centre by the fraction ``strength / group.size``. All replicas start with the
     parameters of rank 0. The centre is bit-identical on all members.
 
-    The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two factors are its beta and
-    alpha, which makes the algorithm stable for any group size.
+    The algorithm is elastic averaging SGD by Zhang, Choromanska and LeCun. The two fractions are the
+    algorithm's beta and alpha. This choice makes the algorithm stable for any group size.
 
     Args:
         module: This member's replica.
@@ -482,7 +482,7 @@ class ElasticAverage:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count an optimizer step, and average the replicas if due. Call this after each step."""
+        """Count an optimizer step, and average the replicas if an average is due. Call it after each step."""
         self._steps += 1
         if self._steps % self._every:
             return

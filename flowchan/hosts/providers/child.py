@@ -73,7 +73,7 @@ class AgentProcess:
     def _exitcode(self) -> int | None:
         """Return the exit code if the child has ended.
 
-        The child stays a zombie until :meth:`close`, so its process id is not reused.
+        The child stays a zombie until :meth:`close`, so that its process ID is not reused.
         """
         try:
             end = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -4,8 +4,8 @@ The fork server (:mod:`flowchan.hosts.fork_server`) has already imported flowcha
 takes a tenth of the time of a new Python process.
 
 The first agent starts the fork server, which always ends with the program. Some settings take effect only
-when a process starts or imports modules, so agents have the fork server's values of these settings. If the
-program has changed one of them, the next agent starts another server.
+when a process starts or imports modules. Agents therefore have the fork server's values of these settings. If
+the program has changed one of them, the next agent starts another server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 
 def _inherited() -> tuple[Any, ...]:
-    """Return the settings that a new child would inherit from this process and could not change later."""
+    """Return the settings that a child can only inherit from this process, and not change afterwards."""
     folder = os.stat(".")  # unlike its path, "." works even if the folder was removed
     return (
         sys.executable,
@@ -52,7 +52,7 @@ def _inherited() -> tuple[Any, ...]:
 
 
 def _umask() -> str:
-    """Read the umask, without ``os.umask``, which would change the umask of all threads for a moment."""
+    """Read the umask. ``os.umask`` would change the umask of all threads for a moment."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -62,7 +62,7 @@ def _umask() -> str:
 
 @contextlib.contextmanager
 def _errors() -> Iterator[int]:
-    """Yield a descriptor of the program's standard error.
+    """Yield a descriptor that refers to the program's standard error.
 
     If standard error was closed before Python started, descriptor 2 may be any other file. In that case,
     yield a descriptor of ``/dev/null``.
@@ -114,7 +114,7 @@ class _Seed:
             socket.send_fds(self._control, [b"+"], given, socket.MSG_NOSIGNAL)
 
     def how_it_ended(self) -> str:
-        """Describe why a request got no answer.
+        """Explain why a request got no answer.
 
         If the server is still running, it could not receive the descriptors.
         """
@@ -141,7 +141,7 @@ class _Seed:
 
 
 class Forked:
-    """Agent on this machine. This process always notices when the agent ends.
+    """Agent on this machine, whose end this process always notices.
 
     Killing the agent also kills all processes that it started. To kill it, shut down this end of its socket.
     Closing this end may have no effect, because a process forked in the meantime may have a copy of it.
@@ -206,7 +206,7 @@ class Forked:
         return word != ""
 
     def _lose(self) -> None:
-        """Handle the loss of an agent whose server died, or had too few descriptors to start it.
+        """Handle the loss of an agent whose server died or had too few descriptors to start the agent.
 
         When the server dies, the kernel ends the agent and its workers, but processes that the workers
         started may survive.

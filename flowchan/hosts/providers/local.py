@@ -15,7 +15,7 @@ from flowchan.run.observe.cgroups import local_cores
 class Local:
     """``count`` agents as processes on this machine, named ``local-1`` and so on.
 
-    A fork server, a child of this process, forks them with all modules imported.
+    A fork server, which is a child of this process and has imported all modules, forks the agents.
     """
 
     count: int
@@ -29,7 +29,7 @@ class Local:
 
     @property
     def cores(self) -> tuple[int, ...]:
-        """Number of cores of each agent, at least one. The agents divide this process's cores."""
+        """Number of cores of each agent, at least one. The agents share this process's cores equally."""
         share, more = divmod(local_cores(), self.count)
         return tuple(max(1, share + (number < more)) for number in range(self.count))
 

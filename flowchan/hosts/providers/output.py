@@ -18,7 +18,7 @@ MARK = "flowchan-agent "
 
 @dataclass(frozen=True, slots=True)
 class ProcessOutput:
-    """Last lines of a process's output, and the texts that followed its last marks."""
+    """Last lines of a process's output, and the texts after the marks that occurred in the output last."""
 
     lines: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """Define the interface of a provider, which starts agents, and the values that it takes and returns.
 
-A provider is a value. Declaring, comparing, pickling or printing it opens no connection; only ``listen_at``
-and ``start`` do. An agent dials the driver and authenticates itself. A provider therefore only runs a command
-on a host; it opens no ports and copies no files there.
+A provider is a value. Declaring, comparing, pickling or printing a provider opens no connection; only
+``listen_at`` and ``start`` open connections. An agent dials the driver and authenticates itself. A provider
+therefore only runs a command on a host; it opens no ports and copies no files there.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class StartedAgent(Protocol):
         """
 
     def waits(self) -> bool:
-        """Return whether the agent is still waiting for a host, without blocking."""
+        """Return whether the agent is still waiting for a host. The call does not block."""
 
     def kill(self) -> None:
-        """End the agent and release its resources, as far as this machine can, without blocking."""
+        """End the agent and release its resources, as far as this machine can. The call does not block."""
 
     def close(self) -> None:
         """Kill the agent, and release everything in this process. A second call does nothing."""

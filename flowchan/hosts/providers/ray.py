@@ -94,7 +94,7 @@ class _Reservation:
     warn_at: float = field(default_factory=lambda: time.monotonic() + WARN_AFTER_S)
 
     def warn_if_late(self, ray: Any, provider: Ray) -> None:
-        """Log once which resources were requested, and which the cluster has.
+        """Log once the requested resources and the resources of the cluster.
 
         An infeasible request is not an error, because an autoscaler may enlarge the cluster. No public API of
         Ray reports whether a cluster has an autoscaler.
@@ -241,7 +241,7 @@ def _amounts(resources: Mapping[str, float]) -> str:
 
 
 def _gist(message: str) -> str:
-    """Return those lines of Ray's long error message that explain the cause."""
+    """Return only the lines of Ray's long error message that explain the cause."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     relevant = [line for line in lines if "because" in line or "node" in line.lower()]
     return " ".join(relevant or lines[:1])

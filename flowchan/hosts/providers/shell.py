@@ -1,9 +1,8 @@
 """Explain the end of an agent that was started with a command such as ``ssh``.
 
 The exit of the command does not show whether the agent has ended. If the connection breaks, the command exits
-but the agent continues. In that case, ``ssh`` exits with 255, just as it does if the agent was killed. A
-small shell script on the host therefore runs the agent, and prints one line when it starts and another when
-it ends.
+but the agent continues. ``ssh`` then exits with 255, just as it does if the agent was killed. A small shell
+script on the host therefore runs the agent, and prints one line when it starts and another when it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ RAISED = 1  # Python's exit code after an exception, which the last line shows
 
 
 def around(python: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command that runs the script, which in turn runs the agent."""
+    """Return the command for the script that runs the agent."""
     return ("sh", "-c", SCRIPT, "sh", python, *arguments)
 
 

@@ -42,8 +42,9 @@ OVER = re.compile(rf"{CANCELLED.pattern}|: task 0: ")
 class Slurm:
     """One agent on each node of the current allocation.
 
-    The value does not contain the allocation; each method looks it up again. The nodes of a cluster share
-    their files, so agents run this program's Python by its path. Killing an agent ends its job step.
+    The value does not contain the allocation; each method looks up the allocation again. The nodes of a
+    cluster share their files, so agents run this program's Python by its path. Killing an agent ends its job
+    step.
     """
 
     address: str | None = None
@@ -112,7 +113,7 @@ def _unstarted(host: str, code: int, output: ProcessOutput) -> str:
 
 
 def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | None:
-    """Return Slurm's message that it ended the step, and therefore the agent; None without such a message.
+    """Return the message in which Slurm says that it ended the step, and so the agent; None if there is none.
 
     If the agent had already ended, the message that its task is over does not count, because the agent caused
     that message.

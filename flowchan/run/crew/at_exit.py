@@ -15,7 +15,7 @@ _libc = ctypes.CDLL(None)  # load it now, because a newly forked process must no
 
 
 def die_with(parent: int) -> None:
-    """Make the kernel kill this new child process when the thread of ``parent`` that forked it ends.
+    """Make the kernel kill this new child process when the thread that forked it in ``parent`` ends.
 
     If that thread has already ended, exit at once.
     """
@@ -27,7 +27,8 @@ def die_with(parent: int) -> None:
 def before_exit(function: Callable[[], object], priority: int) -> None:
     """Call a function before this process exits, if ``multiprocessing`` started the process.
 
-    Such a process does not call ``atexit`` functions, but runs finalizers, highest priority first.
+    Such a process does not call ``atexit`` functions. Instead, the process runs the finalizers of
+    ``multiprocessing``, highest priority first.
     """
     _before_exit(os.getpid(), function, priority)
 

@@ -1,4 +1,4 @@
-"""Count the deaths of a run's workers, to decide whether and when to replace a worker (R4, R10)."""
+"""Count the deaths of a run's workers, which determine whether and when to replace a worker (R4, R10)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ run forever.
 class DeathLog:
     """Keeps the deaths of the workers in one part of a crew.
 
-    For each worker, only one thread at a time calls the methods. While the worker has a process, it is the
-    thread that receives its reports; otherwise, it is the supervisor's thread.
+    For each worker, only one thread at a time calls the methods. While the worker has a process, this is the
+    thread that receives its reports. Otherwise, this is the supervisor's thread.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -50,14 +50,14 @@ class DeathLog:
         return Suspicion(deaths, members, self._tried[id] > 0)
 
     def tries_members(self, event: TriesMember | MembersTried) -> None:
-        """Record how far a worker has tried the members of a batch."""
+        """Record up to which member a worker has tried a batch."""
         if isinstance(event, TriesMember):
             self._trying[event.worker] = event.member
         else:
             self._tried[event.worker] = max(1, self._tried[event.worker])
 
     def knows_members(self, id: WorkerId) -> bool:
-        """Return whether members of its batch were tried. If so, only its replacement may get the batch."""
+        """Return whether members of a worker's batch were tried. Then only its replacement may get it."""
         return bool(self._members.get(id)) or self._tried[id] > 0
 
     def began(self, id: WorkerId) -> None:
@@ -67,7 +67,7 @@ class DeathLog:
     def terminated(self, id: WorkerId) -> None:
         """Record that the supervisor is terminating the process of a worker.
 
-        Its death is then not blamed on the worker or its item.
+        The death of the process is then not blamed on the worker or its item.
         """
         self._terminated.add(id)
 
@@ -101,8 +101,8 @@ class DeathLog:
         """Record the batch member that the worker was processing when it died.
 
         If the worker was trying several members together, none can be blamed, and the batch fails. After all
-        members were tried, outputs that depend on the excluded members may already have been put. For this
-        reason, up to ``MOST_LATER_DEATHS`` later deaths exclude no further members.
+        members have been tried, outputs that depend on the choice of excluded members may already have been
+        put. For this reason, up to ``MOST_LATER_DEATHS`` later deaths exclude no further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
         # The worker died on another item, or not enough workers have died yet for the members to be tried
@@ -119,7 +119,7 @@ class DeathLog:
             self._members.setdefault(id, {})[member] = ended.how
 
     def _irreplaceable(self, worker: PlannedWorker) -> str:
-        """Explain why no replacement can continue; the text is empty if one can."""
+        """Explain why no replacement can continue the work. The text is empty if a replacement can."""
         stage, limit = worker.id.stage, self._limits.get(worker.id.stage, 0)
         if stage not in self._limits or (limit == 0 and worker.stage.restarts > 0):
             return "the stage keeps state and is not declared restartable"

@@ -1,7 +1,7 @@
 """Form the groups of gangs on this machine; ``hosts/host_gangs.py`` does so for gangs on hosts.
 
 A gang gets its group before its workers start. An elastic gang can get further groups. A worker whose group
-has ended reports this and waits for its membership in the next group, as a replacement does from the start.
+has ended reports this, and waits for its membership in the next group. A replacement begins with this wait.
 The worker then calls its function again, with the unfinished item first.
 """
 
@@ -56,7 +56,7 @@ class Gangs:
         self._groups[stage][0].disband()
 
     def count_out(self, id: WorkerId) -> None:
-        """Report a worker's death to its group, so that its peers stop waiting even if it never joined."""
+        """Report a worker's death to its group, so that peers stop waiting for a worker that never joined."""
         overseer, ranks = self._groups.get(id.stage, (None, {}))
         if id in ranks:
             overseer.count_out(ranks[id])

@@ -101,7 +101,7 @@ class LocalPart:
                 self._start_process(worker.id)
 
     def start_threads(self) -> None:
-        """Start the worker threads, and the threads that watch the processes.
+        """Start the threads for workers, and the threads that watch the worker processes.
 
         Workers that collect results start later, when the program reads the results.
         """
@@ -192,7 +192,8 @@ class LocalPart:
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
         """See :class:`CrewPart`.
 
-        Until a dead worker has been replaced, the run may still make progress, so it is not deadlocked.
+        Until a dead worker has been replaced, the run may still make progress and therefore is not
+        deadlocked.
         """
         if self._processes is not None and any(map(self._processes.ended, alive)):
             return Waits(moves=True)
@@ -335,7 +336,8 @@ class LocalPart:
     def warn_of(self, abandoned: frozenset[WorkerId]) -> None:
         """See :class:`CrewPart`.
 
-        This may wait for threads that are about to end, because no caller is waiting for the run any more.
+        This method may wait for threads that are about to end, because no caller is waiting for the run any
+        more.
         """
         deadline = time.monotonic() + decisions.GRACE
         for id, thread in sorted(self.threads.items(), key=lambda one: str(one[0])):

@@ -34,7 +34,7 @@ class Mail:
                 receive(event)
 
     def is_empty(self) -> bool:
-        """Return whether every report sent so far has been passed on."""
+        """Return whether all reports that were sent so far have been passed on."""
         stats = self.channel.stats()
         return stats.inside + stats.leased == 0
 
@@ -46,7 +46,7 @@ class Mail:
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
     """Run ``work`` on a helper thread of the run.
 
-    If ``work`` raises, make the run fail, because it would otherwise wait forever. ``report`` returns the
+    If ``work`` raises, let the run fail, because the run would otherwise wait forever. ``report`` returns the
     function that currently receives the run's events.
     """
     try:

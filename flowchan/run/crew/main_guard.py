@@ -45,7 +45,7 @@ flowchan may be importable only after the script has changed ``sys.path``."""
 
 
 class ProcessName(str):
-    """Name of a worker process, which also installs an exception hook in the process.
+    """Name of a worker process. Unpickling the name installs an exception hook in the process.
 
     The hook is installed when the name is unpickled, before the main script is imported. If Python refuses to
     start a process during that import, the hook exits with ``UNGUARDED``.
@@ -59,7 +59,7 @@ class ProcessName(str):
 
 
 class Unguarded(GraphError):
-    """The main script runs code during its import that only the program itself may run."""
+    """During its import, the main script runs code that only the program itself may run."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GraphError, (self.graph, self.problems)
@@ -81,7 +81,7 @@ def unguarded(graph: Blueprint) -> Unguarded:
 
 
 def hint_at_import(exitcode: int | None) -> str:
-    """Suggest that a process failed while importing the main script, if this is possible.
+    """Suggest that a process failed because it imports the main script, if this may be the cause.
 
     ``exitcode`` is the exit code of a process that ended before it began to work.
     """

@@ -20,14 +20,14 @@ def budget() -> int:
 
 
 def available() -> int:
-    """Return the memory of the machine or of this process's cgroup in bytes, whichever is less."""
+    """Return the available memory of the machine or of this process's cgroup, whichever is less, in bytes."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     files = group_files("memory", "memory.max", "memory.limit_in_bytes")
     return min([physical, *(limit for file in files for limit in _number(file))])
 
 
 def free_for_processes() -> float:
-    """Return how many bytes new processes may use if a tenth of the memory must stay free.
+    """Return how many bytes new processes may use, so that a tenth of the memory stays free.
 
     File pages that the kernel can drop at once count as free.
     """

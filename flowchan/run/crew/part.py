@@ -36,8 +36,8 @@ class CrewPart(Protocol):
 
         Args:
             ids: One worker, or all workers of a gang that must restart.
-            blamed: Worker that its item may have killed. The supervisor terminated the other workers.
-            later: True to leave the start of the replacements to a later call of :meth:`start_workers`.
+            blamed: Worker whose item may have killed it. The supervisor has terminated the other workers.
+            later: If True, leave the start of the replacements to a later call of :meth:`start_workers`.
 
         Returns:
             Events for the workers that could not be started.
@@ -47,7 +47,7 @@ class CrewPart(Protocol):
         """Start replacements that :meth:`replace` left for later, and return the failures."""
 
     def add(self, id: WorkerId) -> None:
-        """Open the ports of an additional worker and start it. If this fails, undo it and raise the error."""
+        """Open the ports of an additional worker and start the worker. On failure, undo both and raise."""
 
     def remove(self, id: WorkerId) -> None:
         """Let a worker end after its current item."""
@@ -74,16 +74,16 @@ class CrewPart(Protocol):
         """End the current group of an elastic gang."""
 
     def cancel_tasks(self, all_of_them: bool) -> None:
-        """Cancel all coroutines, or only those of sources whose outputs have no readers."""
+        """Cancel all coroutines, or only the coroutines of sources whose outputs have no readers."""
 
     def cancel_request(self, question: int) -> None:
-        """Let workers drop the item of a request whose caller no longer waits."""
+        """Let workers drop the item of a request, because the request's caller no longer waits."""
 
     def all_reported(self) -> bool:
         """Return whether all reports that workers have sent so far have been passed to ``report``."""
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """Return the waits of these workers that no channel in this process shows.
+        """Return what these workers wait for, as far as no channel in this process shows it.
 
         Return None until all remote workers have answered; the caller must then ask again.
         """
@@ -98,7 +98,7 @@ class CrewPart(Protocol):
         """
 
     def close(self, abandoned: frozenset[WorkerId], timeout: float | None) -> frozenset[WorkerId]:
-        """End everything except threads that do not return from user code.
+        """End all workers and helpers, except threads that do not return from user code.
 
         Args:
             abandoned: Workers whose threads may continue to run afterwards.

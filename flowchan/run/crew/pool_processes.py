@@ -5,8 +5,8 @@ order stay alive until the next run. A process that died, failed or did not fini
 
 A forked process inherits all open files and channels of its parent, and a spawned one inherits the standard
 streams. For this reason, the pool starts its processes before the run opens its channels and displays its
-progress. A replacement that starts during a run inherits the run's channels, so it is not kept for the next
-run.
+progress. A replacement that starts during a run inherits the run's channels, and is therefore not kept for
+the next run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PooledProcess:
         self.process = WorkerProcess(ProcessName(f"{graph}/{id}"), pooled_main, arguments)
 
     def work(self, order: Order) -> None:
-        """Send an order. If the process has ended, only the watching thread reports this."""
+        """Send an order. If the process has ended, the watching thread, not this call, reports the end."""
         with contextlib.suppress(Closed, Broken):
             self._orders.put(order)
 
@@ -115,7 +115,7 @@ class PooledProcesses:
         weakref.finalize(self, _end_dropped, os.getpid(), self._known, self._leaving).atexit = False
 
     def packed(self, stage: Stage) -> bytes:
-        """Pickle a stage, only once for all its processes."""
+        """Pickle a stage, but only once for all of its processes."""
         if stage.name not in self._packed:
             self._packed[stage.name] = dumps_for_worker(stage)
         return self._packed[stage.name]
@@ -134,7 +134,7 @@ class PooledProcesses:
             one[1].process.close()
 
     def employ(self, id: WorkerId, stage: bytes, order: Order, devices: str | None) -> WorkerProcess:
-        """Give an order to a worker's process, which is started if necessary."""
+        """Give an order to a worker's process. Start the process if necessary."""
         pooled = self._alive(id, stage, devices)
         pooled.work(order)
         return pooled.process
@@ -152,7 +152,7 @@ class PooledProcesses:
         return started
 
     def is_reusable(self, id: WorkerId, until: float) -> bool:
-        """Return whether a worker's process reports by ``until`` that it is ready for another order.
+        """Wait until ``until`` for a worker's process to be ready for another order; return whether it is.
 
         A process that was started during the run is then dismissed instead of being kept.
         """
@@ -203,7 +203,8 @@ class PooledProcesses:
 def _end_dropped(pid: int, known: dict[WorkerId, PooledProcess], leaving: Dismissed) -> None:
     """End the processes of a pool that was garbage-collected before it was closed.
 
-    This has no effect in a forked child, because only the process that started them may end them.
+    This function has no effect in a forked child, because only the process that started the processes may end
+    them.
     """
     if pid == os.getpid():
         _dismiss(known, leaving)

@@ -1,9 +1,9 @@
 """Start and end one worker process, and detect its end reliably.
 
-An open pidfd always refers to the same process, even if the kernel reuses the process id. ``multiprocessing``
+An open pidfd always refers to the same process, even if the kernel reuses the process ID. ``multiprocessing``
 is less reliable: once Python's forkserver has ended, it reports that the forkserver's children have ended
-too, although they still run. If the system refuses pidfds, this module relies on ``multiprocessing``, and
-kills a child whose state is lost in this way.
+too, although they still run. If the system refuses pidfds, this module relies on ``multiprocessing``. This
+module then kills a child that ``multiprocessing`` wrongly reports as ended.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ child that the program itself has reaped."""
 class WorkerProcess:
     """Worker process that has been started.
 
-    ``pidfd`` becomes readable when the process ends. It is ``None`` if the system refuses pidfds, or if the
-    process ended too early to open one.
+    ``pidfd`` becomes readable when the process ends. ``pidfd`` is ``None`` if the system refuses pidfds, or
+    if the process ended too early.
     """
 
     def __init__(self, name: str, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -137,7 +137,7 @@ class WorkerProcess:
     def how_it_ended(self, lack_of_memory: bool) -> str:
         """Describe how the process ended.
 
-        ``lack_of_memory`` is true if the kernel has just killed a process for lack of memory.
+        ``lack_of_memory`` is true if the kernel has just killed a process because memory ran out.
         """
         if self._lost:
             return "was killed or ended: its exit code is unknown, because Python's forkserver was killed"
@@ -204,7 +204,7 @@ class WorkerProcess:
         return ""
 
     def written_stacks(self) -> str | None:
-        """Return the stacks written since the process was asked, or None while they are incomplete.
+        """Return the stacks that the process wrote after the request, or None while they are incomplete.
 
         Return an empty string if the process has been closed.
         """
@@ -212,7 +212,7 @@ class WorkerProcess:
             return "" if self._is_closed else self._stacks.answer()
 
     def last_stacks(self) -> str:
-        """Return the stacks that the process wrote before a time limit killed it, or an empty string."""
+        """Return the stacks that the process wrote just before a time limit killed it, or an empty string."""
         with self._descriptors:
             return "" if self._is_closed else self._stacks.last_words()
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """End of a process whose worker did not report an end.
+    """Describes the end of a process whose worker did not report its own end.
 
     Attributes:
         how: Description of the end.
         exitcode: Exit code, negative for a signal; None if unknown.
-        pid: Process id; 0 if unknown.
+        pid: Process ID; 0 if unknown.
         lived: How long the process ran, in seconds.
-        over_item: Number of workers that died while processing the item that this one held; see
+        over_item: Number of workers that died while processing the item that this worker held; see
             :func:`deaths_over_item`.
         host: Host on which the process ran; empty for this machine.
         counts: True if the death uses up one of the stage's restarts.
@@ -35,7 +35,7 @@ class ProcessExit:
 def exit_text(code: int, lack_of_memory: bool = False) -> str:
     """Describe an exit code in words.
 
-    ``lack_of_memory`` is true if the kernel has just killed a process for lack of memory.
+    ``lack_of_memory`` is true if the kernel has just killed a process because memory ran out.
     """
     if code >= 0:
         return f"exited with code {code} without finishing"

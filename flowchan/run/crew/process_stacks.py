@@ -1,8 +1,8 @@
 """Get the Python stacks of worker processes on this machine.
 
-A process writes its stacks when it receives a signal. If it does not answer in time, for example because it
-ignores the signal, ``py-spy`` reads the stacks. If this is impossible too, the text is one line with the
-reason.
+A process writes its stacks when it receives a signal. If the process does not answer in time, for example
+because it ignores the signal, ``py-spy`` reads the stacks. If ``py-spy`` cannot read them either, the text is
+one line with the reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StackRequest:
         self._was_sent = self._is_over = False
 
     def may_answer(self) -> bool:
-        """Ask the process once it is ready, and check for its answer. Return whether one may still arrive."""
+        """Ask the process when it is ready, and check for an answer. Return whether one may still arrive."""
         if self._is_over or self.process.is_gone():
             return False
         if not self._was_sent and not self.process.is_starting():
@@ -68,7 +68,7 @@ class StackRequest:
 
 
 def _from_outside(request: StackRequest, deadline: float) -> str:
-    """Return the output of ``py-spy`` for the process, or one line with the reason why it is missing."""
+    """Return the output of ``py-spy`` for the process, or one line that says why there is none."""
     pid, program = request.process.pid, shutil.which("py-spy")
     if program is None:
         why = "py-spy is not installed"

@@ -1,8 +1,8 @@
 """Start a worker process faster, and release everything if the start fails.
 
-After a failed start, ``multiprocessing`` leaves the pipes to the process open. If it could start the process
-but not send its task, it does not reap the process either. This module finds the pipes and the process in the
-frames of the error's traceback.
+After a failed start, ``multiprocessing`` leaves the pipes to the process open. If ``multiprocessing`` could
+start the process but not send its task, it does not reap the process either. This module finds the pipes and
+the process in the frames of the error's traceback.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def start_process(process: BaseProcess) -> None:
 def _run_child(bootstrap: Callable[..., int], process: BaseProcess, **options: Any) -> int:
     """Run a forked child with a new ``sys.stdin``.
 
-    ``multiprocessing`` closes the ``sys.stdin`` of the child. If another thread of the program was reading it
-    during the fork, its lock would never be released in the child. ``_inherited`` keeps the old object alive,
-    so that nothing closes it.
+    ``multiprocessing`` closes the ``sys.stdin`` of the child. If another thread of the program was reading
+    ``sys.stdin`` during the fork, the lock of ``sys.stdin`` would never be released in the child.
+    ``_inherited`` keeps the old object alive, so that nothing closes it.
     """
     if sys.stdin is not None:
         _inherited.append(sys.stdin)
@@ -55,7 +55,7 @@ _inherited: list[Any] = []
 
 
 def start_server() -> None:
-    """Start Python's forkserver if new processes come from it and it is not running yet.
+    """Start Python's forkserver if it will start new processes and is not running yet.
 
     The forkserver and its children use the standard streams that this process has now.
     """
@@ -70,19 +70,20 @@ def start_server() -> None:
 
 
 def forkserver_pid() -> int | None:
-    """Return the process id of Python's forkserver, or None if it is not running.
+    """Return the process ID of Python's forkserver, or None if it is not running.
 
-    This does not import the forkserver's module, which is slow to import.
+    This function does not import the forkserver's module, because that import is slow.
     """
     module = sys.modules.get("multiprocessing.forkserver")
     return module._forkserver._forkserver_pid if module else None
 
 
 def _leave_the_parents_server() -> None:
-    """In a forked child, forget the forkserver of the parent, so that the child starts a new one.
+    """In a forked child, forget the parent's forkserver, so that the child starts its own.
 
     Otherwise, Python would use the parent's forkserver and fail, because the child cannot wait for that
-    process. Several threads may call this function at once, so it holds Python's own lock for the forkserver.
+    process. Several threads may call this function at once. This function therefore holds Python's own lock
+    for the forkserver.
     """
     from multiprocessing import forkserver
 
@@ -98,7 +99,7 @@ def _leave_the_parents_server() -> None:
 
 
 def _share_imports() -> None:
-    """Let a forkserver that has not started yet import flowchan, and numpy and torch if they are loaded here.
+    """Let Python's future forkserver import flowchan and, if they are loaded here, numpy and torch.
 
     The workers then inherit the imported modules. If the program has set a list of modules itself, this
     function does not change it.

@@ -7,11 +7,12 @@ from flowchan.run.worker.opening import Ports
 
 
 def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True) -> None:
-    """Return the items of a dead worker to the channels. Each of their outputs still appears only once.
+    """Return a dead worker's items to the channels. Each output of these items still appears only once.
 
     Args:
         old: Ports of the dead worker.
-        new: Open ports of its replacement, which may be the only worker that can get the first item.
+        new: Open ports of the dead worker's replacement, which may be the only worker that can get the first
+            item.
         everything: True if all items that the dead worker held must go to the replacement.
         blame: True if the first item may have killed the worker, False if the supervisor terminated it.
     """
@@ -20,7 +21,7 @@ def take_up(old: Ports, new: Ports, everything: bool = False, blame: bool = True
 
 
 def deaths_over_item(ports: Ports) -> int:
-    """Count the workers that died in user code on this dead worker's item, including this worker.
+    """Count the workers, this dead worker included, that died in user code on this worker's item.
 
     Return 0 if this worker died outside user code.
     """

@@ -118,7 +118,7 @@ class CrewRouter:
         return all(part.all_reported() for part in self._parts)
 
     def waits(self, alive: frozenset[WorkerId]) -> Waits | None:
-        """See :class:`CrewPart`. Ask the remote parts until all have answered, then combine the answers."""
+        """See :class:`CrewPart`. Ask until all remote parts have answered, and combine the answers."""
         for number, part in enumerate(self.remote):
             if number not in self._answers and (answer := part.waits(alive)) is not None:
                 self._answers[number] = answer
@@ -156,7 +156,7 @@ class CrewRouter:
 
 
 def _shares(plan: Plan) -> list[tuple[Placement, list[PlannedWorker]]]:
-    """Group the workers on hosts by the pool to which their host belongs."""
+    """Group the workers on hosts by the pool of their host."""
     shares: list[tuple[Placement, list[PlannedWorker]]] = []
     for worker in plan.workers:
         if worker.host:

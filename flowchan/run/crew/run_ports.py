@@ -1,10 +1,10 @@
-"""Open, replace and close the channels and ports of a run for the supervisor and the crew.
+"""Open, replace and close a run's channels and ports, on behalf of the supervisor and the crew.
 
-This process opens all channels before any worker starts. It also opens the ports of workers on other hosts;
-the links to their agents use these ports.
+This process opens all channels before any worker starts. This process also opens the ports of workers on
+other hosts; the links to their agents use these ports.
 
 Invariants. Only the supervisor's thread opens, replaces and releases ports. The table of ports may change at
-any time, so other threads must copy it in one step (``list(…)`` of a dict).
+any time. Other threads must therefore copy it in one step (``list(…)`` of a dict).
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ class RunChannels(Protocol):
         """Return the error that broke a channel, or ``Broken`` if none was given."""
 
     def activity(self) -> Activity:
-        """Return counts that are cheap to read from all channels."""
+        """Return counts of all channels that are cheap to read."""
 
     def snapshots(self) -> tuple[Snapshot, ...]:
-        """Return the counters of all channels."""
+        """Return the counters of every channel."""
 
 
 class RunPorts:
@@ -147,7 +147,7 @@ class RunPorts:
             channel.abort(cause)
 
     def close(self, abandoned: frozenset[WorkerId]) -> None:
-        """Release the ports of all workers except abandoned ones, and close the input channels.
+        """Release the ports of all workers that were not abandoned, and close the input channels.
 
         The user's next ``put`` into an input then raises ``Closed``.
         """
@@ -174,8 +174,8 @@ class RunPorts:
         """See :class:`RunChannels`.
 
         The channels in this process do not show whether workers on hosts wait. This method therefore counts
-        all of these workers as waiting, instead of the links that read for them; an observation then asks
-        their hosts.
+        all of these workers as waiting, and not the links that read for them. An observation then asks their
+        hosts.
         """
         moved, _, writing = _core._observe(list(self.channels.values()))
         _, reading, _ = _core._observe(self._read_here)
@@ -198,7 +198,7 @@ class RunPorts:
         return self.ports[id].inputs["items"]
 
     def result_read(self, id: WorkerId) -> None:
-        """Record that a thread has begun to read a result. Any thread may call this method."""
+        """Record that the program has begun to read a result. Any thread may call this method."""
         self._unread.pop(id, None)
 
     def started(self, id: WorkerId) -> seeds.Worker:
@@ -229,7 +229,8 @@ class RunPorts:
     def add(self, id: WorkerId) -> PlannedWorker:
         """Open the ports of an additional worker.
 
-        From now on, the workers of the stage take turns so that their outputs stay in item order.
+        From now on, the workers of the stage put their outputs in turn, so that the outputs stay in item
+        order.
         """
         worker = self.plan.worker(id)
         if worker.stage.workers == 1 and id.stage not in self._scaled:

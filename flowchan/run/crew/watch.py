@@ -15,7 +15,7 @@ POLL_INTERVAL_S = 0.05
 
 
 class Watch:
-    """Reports ``ProcessEnded`` once for each process that ends."""
+    """Watches processes, and reports ``ProcessEnded`` once for each process that ends."""
 
     def __init__(self, tell: Callable[[ProcessEnded], None]) -> None:
         self._tell = tell
@@ -51,8 +51,8 @@ class Watch:
     def _ended(self, readable: list[int]) -> list[WorkerId]:
         """Return the workers whose processes have ended, and stop watching these.
 
-        Each pidfd must be unregistered, because closing it has no effect on epoll if a forked child has
-        inherited it.
+        Each pidfd must be unregistered. If a forked child has inherited the pidfd, closing it would not
+        remove it from epoll.
         """
         ended = []
         with self._lock:
@@ -69,7 +69,7 @@ class Watch:
         return ended
 
     def stop(self) -> None:
-        """Let :meth:`run` return. Call this before closing a process that is still watched."""
+        """Let :meth:`run` return. Call this method before a watched process is closed."""
         self._closed = True
         os.eventfd_write(self._wake, 1)
 

@@ -66,7 +66,7 @@ class WorkerProcesses:
             memberships: Memberships in the groups of the worker's gang.
 
         Returns:
-            The process id.
+            The process ID.
 
         Raises:
             HostError: Too few GPUs are free.
@@ -97,7 +97,7 @@ class WorkerProcesses:
         return ProcessExit(how, process.exitcode, process.pid, lived, deaths_over_item(ports), stack=stack)
 
     def _kernel_killed(self) -> bool:
-        """Return whether the kernel has killed any process for lack of memory since the last call."""
+        """Return whether the kernel has killed any process since the last call because memory ran out."""
         more = memory.oom_kills() > self._oom_kills
         self._oom_kills += more
         return more

@@ -1,16 +1,16 @@
-"""Find what limits a run, as a pure function of its statistics in a time window.
+"""Find what limits a run. This is a pure function of the run's statistics in a time window.
 
 Algorithm. The utilisation of a stage is the share of time in which its *working* workers do not wait. (A
-worker is working from the moment it begins to work until it ends. It may wait for an item, for room in a
-channel, or for earlier items.) A stage whose utilisation is at least ``BUSY`` is a bottleneck. Among several
-bottlenecks, the one with the smallest bound W / (s · v) is chosen. Here W is the number of working workers,
-and s is the busy time per item in seconds. The number of items per source item, v, is the product of the
-outputs per input of all earlier stages. Measured rates would mislead while channels are still filling.
+worker is working from the moment it begins to work until it ends. A worker may wait for an item, for room in
+a channel, or for earlier items.) A stage whose utilisation is at least ``BUSY`` is a bottleneck. Among
+several bottlenecks, the stage with the smallest bound W / (s · v) is chosen. Here, W is the number of working
+workers, and s is the busy time per item in seconds. The number of items per source item is v: the product of
+the outputs per input of all earlier stages. Measured rates would mislead while channels are still filling.
 Several bottlenecks are common, because stages before the real one are also busy while their channels have
 room.
 
 Two other causes are checked first. If threads of this process together use a whole core, they compete for the
-global interpreter lock, so their stages look busier than they are. If the kernel cannot give the workers
+global interpreter lock. Their stages then look busier than they are. If the kernel cannot give the workers
 enough cores, more workers would not help. Without a bottleneck, all workers wait, and the other possible
 causes are checked one after another.
 """
@@ -53,7 +53,7 @@ class _Load:
 
     @property
     def workers(self) -> int:
-        """Return the number of working workers, or of all workers if none is working any more."""
+        """Return the number of workers that are working, or of all workers if all have ended."""
         return self.stage.working or self.stage.workers
 
     @property
@@ -75,7 +75,7 @@ class _Load:
         return self.worked.work / (self.workers * self.window)
 
     def bound(self, visits: float) -> float:
-        """Return the highest source rate that this stage permits, in items per second."""
+        """Return the highest rate of the sources that this stage can keep up with, in items per second."""
         items = self.stage.rate * self.window
         each = self.worked.work / items if items else self.worked.work
         return self.workers / max(each * visits, 1e-12)
@@ -206,7 +206,7 @@ def visits_of(stats: RunStats) -> dict[str, float]:
 
 
 def _consumer(view: _View) -> Cause | None:
-    """Find a result that the program reads so slowly that its writers have to wait."""
+    """Find a result whose writers have to wait because the program reads the result too slowly."""
     for stage in view.stats.stages:
         if OPERATORS[stage.kind].gathers and stage.alive:
             full = [
@@ -246,7 +246,7 @@ def _order(view: _View) -> Cause | None:
 
 
 def _held_up(view: _View, stage: StageStats) -> str:
-    """Name the item that holds up an ordered stage, if the counters identify it.
+    """Name the item for which an ordered stage has to wait, if the counters identify the item.
 
     Outputs follow the order of the items, so a waiting reader has taken all outputs before the missing one. A
     failed item has no output, so the number of the missing item is unknown after a failure.
@@ -280,7 +280,7 @@ def _in_flight(view: _View) -> Cause | None:
 
 
 def loop_of(stats: RunStats) -> list[str]:
-    """Return the stages whose outputs lead back to them."""
+    """Return the stages that lie on a loop."""
     behind: dict[str, set[str]] = {}
     for edge in stats.edges:
         if edge.reader is not None:
@@ -324,8 +324,8 @@ def _input(view: _View) -> Cause | None:
 def _slowest(view: _View) -> Cause | None:
     """Name the busiest stage, because no other cause was found.
 
-    In a short run, starting and ending take much of the time, so that no stage is busy enough to
-    count as the bottleneck.
+    In a short run, the start and the end take much of the time. No stage is then busy enough to count as the
+    bottleneck.
     """
     return _stage(view, SLOWEST)
 

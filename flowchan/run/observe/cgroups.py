@@ -12,7 +12,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
-    """Yield the path of a limit's file in each cgroup of this process and in its ancestors.
+    """Yield the path of the file for a limit in each cgroup of this process and in the cgroup's ancestors.
 
     In a container, the cgroup's own folder is often mounted as the root of the hierarchy.
 
@@ -58,7 +58,7 @@ def local_cores() -> int:
 
 
 def _cpu_limit(file: Path) -> list[float]:
-    """Return a list with the limit that a file sets, in cores, or an empty list if it sets none."""
+    """Return a list with the limit in a file, in cores, or an empty list if the file sets no limit."""
     try:
         words = file.read_text().split()
         if len(words) < 2:

@@ -24,7 +24,7 @@ HAS_CLOCKS = sys.platform == "linux"
 
 @dataclass(slots=True)
 class CpuClock:
-    """Measures the CPU time of a process, or of a thread in this process, from now on."""
+    """Measures the CPU time of a process, or of a thread in this process, since the clock was created."""
 
     pid: int = 0
     thread: int = 0
@@ -60,7 +60,7 @@ class CpuClock:
 
 @dataclass(slots=True)
 class _Working:
-    """Clock of a worker that has begun to work.
+    """Start time and CPU clock of a worker that has begun to work.
 
     ``clock`` is None if the CPU time is unknown, or if another worker on the same thread counts it
     (``shares``).
@@ -159,7 +159,7 @@ class WorkerClocks:
 def added(one: WorkSeconds, other: WorkSeconds) -> WorkSeconds:
     """Return the sum of two measurements.
 
-    If one of two values is unknown, so is their sum.
+    If one of two values is unknown, their sum is also unknown.
     """
     cpu = None if one.cpu is None or other.cpu is None else one.cpu + other.cpu
     ready = None if one.ready is None or other.ready is None else one.ready + other.ready

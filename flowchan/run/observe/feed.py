@@ -1,13 +1,13 @@
 """Pass the events and statistics of a run to subscribers.
 
-All views of a run are subscribers, so they need no access to the supervisor.
+All views of a run are subscribers. Views therefore need no access to the supervisor.
 
-Algorithm. One thread serves all subscribers. It starts with the first subscriber, and ends when the last one
-leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag. The thread
-computes statistics only when they are due for some subscriber. Subscribers that are due at the same time and
-have the same window receive the same value. Events queue up until the next delivery. A slow subscriber can
-therefore delay other subscribers, but never a worker. When the run ends, each subscriber receives its
-remaining events and the final statistics.
+Algorithm. One thread serves all subscribers. The thread starts with the first subscriber, and ends when the
+last subscriber leaves or the run ends. Without subscribers, an event therefore costs only the test of a flag.
+The thread computes statistics only when they are due for some subscriber. Subscribers that are due at the
+same time and have the same window receive the same value. Events queue up until the next delivery. A slow
+subscriber can therefore delay other subscribers, but never a worker. When the run ends, each subscriber
+receives its remaining events and the final statistics.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Feed:
             subscription.keep(event)
 
     def tell_decision(self, decided: Decided) -> None:
-        """Pass a decision to the listeners, and its event to the subscribers unless it is a mere ``Tick``."""
+        """Pass a decision to the listeners, and its event to the subscribers unless it is a ``Tick``."""
         for listener in self._listeners:
             listener(decided)
         if not isinstance(decided.event, Tick):
@@ -251,7 +251,7 @@ class Feed:
             self._subscriptions = ()
 
     def _next(self, served: tuple[Subscription, ...]) -> float:
-        """Return the time of the next delivery."""
+        """Return the time of the next delivery to a subscriber."""
         listen = any(one.listens for one in served)
         soon = time.monotonic() + (EVENTS_EVERY_S if listen else 60.0)
         return min([soon, *(one.due for one in served)])

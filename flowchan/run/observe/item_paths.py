@@ -1,8 +1,8 @@
-"""Combine the spans that workers report for sampled items into paths through the graph.
+"""Combine the spans, which workers report for sampled items, into paths through the graph.
 
-Algorithm. Workers send their spans at intervals, so the last span of an item may arrive before an earlier
-one. An item therefore counts as complete only some time after it has reached an end of the graph. An item
-that reaches several ends has one path for each of them, which consists of the stages before that end.
+Algorithm. Workers send their spans at intervals. The last span of an item may therefore arrive before an
+earlier span. An item therefore counts as complete only some time after it has reached an end of the graph. An
+item that reaches several ends has one path for each of them, which consists of the stages before that end.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ItemPaths:
             self._tell(item)
 
     def end(self) -> None:
-        """Pass on the remaining items that have reached an end of the graph, because the run has ended."""
+        """Pass on the incomplete items that have reached an end of the graph, because the run has ended."""
         with self._lock:
             items = self._completed(None)
         for item in items:
@@ -95,7 +95,7 @@ class ItemPaths:
         return [item for item in found if self._is_whole(item)]
 
     def _is_whole(self, item: ItemTraced) -> bool:
-        """Return whether all spans of the path have arrived. Some workers may send their spans late."""
+        """Return whether all spans of the path have arrived. Workers may send spans late."""
         first, *others = item.path
         return first == item.source and all(self._writers[stage] & {*item.path} for stage in others)
 
@@ -113,9 +113,9 @@ class ItemPaths:
         return ItemTraced(item.source, mark, placed)
 
     def _ordered(self, spans: set[_Placed]) -> list[_Placed]:
-        """Sort spans by time, but never put a stage before one that its items come from.
+        """Sort spans by time, but never put a stage before a stage from which its items come.
 
-        The clocks of hosts are not exact, so an item may seem to leave a host before it arrives there.
+        The clocks of hosts are not exact. An item may therefore seem to leave a host before it arrives there.
         """
         rank = self._rank
         keys: dict[_Placed, tuple[int, ...]] = {}

@@ -1,9 +1,9 @@
-"""Show the items of a channel of a run to ``flowchan peek``, without taking them.
+"""Show the items of a run's channel to ``flowchan peek``. The items stay in the channel.
 
-Algorithm. One thread serves one viewer. It looks into the channel every ``LOOK_EVERY_S`` seconds, and sends
-each item that no earlier look has shown. A look takes the channel's lock, copies at most ``MOST_BYTES``, and
-changes nothing. Readers get the same items in the same order, and the viewer takes up no room in the channel.
-An item that passes through the channel between two looks is not shown.
+Algorithm. One thread serves one viewer. The thread reads the channel every ``LOOK_EVERY_S`` seconds, and
+sends each item that it has not shown before. Each time, it takes the channel's lock, copies at most
+``MOST_BYTES``, and changes nothing. Readers get the same items in the same order, and the viewer takes up no
+room in the channel. An item that passes through the channel in between is not shown.
 """
 
 from __future__ import annotations

@@ -57,5 +57,5 @@ class PathLatencies:
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """Return the smallest value that is at least as large as the fraction ``share`` of all values."""
+    """Return the smallest value such that at least the fraction ``share`` of all values is not larger."""
     return ordered[math.ceil(share * len(ordered)) - 1]

@@ -1,6 +1,6 @@
 """Compute the statistics of a run from the counters of its channels (R8).
 
-The channels count in native code, so statistics do not slow the workers down.
+The channels count their items in native code. Statistics therefore do not slow the workers down.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from flowchan.run.worker.opening import Channels, Ports
 class Snapshot:
     """Counters of the channel of one edge.
 
-    ``read_waits`` maps each worker's number to the seconds that the worker waited to read.
-    ``write_waits`` does so for writing, with two values: the total, and the part spent waiting for earlier
-    items. ``leased_at_break`` is the number of items that readers held when the channel broke. ``stats`` does
-    not count dropped items as taken.
+    ``read_waits`` maps each worker's number to the seconds for which the worker waited to read.
+    ``write_waits`` contains two values for writing: the total, and the part spent waiting for earlier items.
+    ``leased_at_break`` is the number of items that readers held when the channel broke. ``stats`` does not
+    count dropped items as taken.
     """
 
     edge: Edge
@@ -48,7 +48,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Everything that describes the state of a run, except the counters of its channels.
+    """State of a run, except the counters of its channels.
 
     Attributes:
         state: State of the supervisor's policy.
@@ -56,7 +56,7 @@ class Account:
         retried: Number of retries by stage.
         unwanted: Number of items without a receiver, by stage.
         worked: Time that the workers have spent, by stage.
-        pids: Process ids by worker.
+        pids: Process IDs by worker.
         last_error: Same as in :class:`RunStats`.
         refused: Number of failed items that came from ``ask()``, by stage.
         warnings: Same as in :class:`RunStats`.
@@ -105,14 +105,14 @@ def measure(
 
 
 def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
-    """Return the statistics as if the dropped items had not been taken, but were still in the channel."""
+    """Return the statistics as if the dropped items were still in the channel."""
     return dataclasses.replace(stats, items_out=stats.items_out - dropped) if dropped else stats
 
 
 def summarise(
     plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
 ) -> RunStats:
-    """Return the counters of a run. Rates and shares are missing until :func:`between` adds them."""
+    """Return the counters of a run, without rates and shares, which :func:`between` adds."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}
@@ -172,7 +172,7 @@ def _edge(snapshot: Snapshot, share: int) -> EdgeStats:
 
 @dataclass(frozen=True, slots=True)
 class _StageInput:
-    """Input for the statistics of one stage.
+    """Data from which the statistics of one stage are computed.
 
     ``broken`` is the number of failed items that ended the run or came from ``ask()``. ``worked`` comes from
     the clocks of the workers.
@@ -229,7 +229,7 @@ def _stage(about: _StageInput) -> StageStats:
 
 
 def _starting(about: _StageInput) -> int:
-    """Return the number of workers that have not begun, except those that only collect results."""
+    """Return the number of workers that have not begun, without those that only collect results."""
     return 0 if about.stage.operator.gathers else max(0, about.alive - len(about.worked.now))
 
 
@@ -256,8 +256,9 @@ def _worker(worker: WorkerStats, about: _StageInput) -> WorkerStats:
 def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) -> WorkSeconds:
     """Add wait times to the time of a worker or stage, within the limits of that time.
 
-    A worker that waits at several channels counts the time at each of them, so the sum is limited to the time
-    worked. The end of a worker may be recorded before the end of its wait, so a negative wait counts as zero.
+    A worker that waits at several channels counts its time at each of them. The sum is therefore limited to
+    the time worked. A negative wait counts as zero, because the end of a worker may be recorded before the
+    end of its wait.
     """
     reads = min(max(0.0, reads), worked.working)
     writes = min(max(0.0, writes), worked.working - reads)
@@ -266,13 +267,13 @@ def _with_waits(worked: WorkSeconds, reads: float, writes: float, turns: float) 
 
 
 def _lacks_readers(about: _StageInput, outs: list[Snapshot]) -> bool:
-    """Return whether the stage ended because its outputs had no readers."""
+    """Return whether the stage ended because none of its outputs had readers any more."""
     unread = any(s.stats.inside and not s.stats.readers for s in outs)
     return not about.alive and (about.unwanted > 0 or unread)
 
 
 def state_of(state: PolicyState) -> RunState:
-    """Return the state of the run in the terms of the public interface."""
+    """Return the state of the run in the words of ``Run.state``."""
     if state.phase in ("running", "stopping", "finishing"):
         return "stopping" if state.stopped else "running"
     if state.failures:

@@ -40,12 +40,12 @@ def render(stats: RunStats, width: int = 10**6) -> str:
 
 
 def recent_text(stats: RunStats) -> str:
-    """Return "last 5 s" if rates and shares cover only part of the run, otherwise an empty string."""
+    """Return a text such as "last 5 s" if rates and shares cover only part of the run, otherwise ""."""
     return f"last {stats.window:.0f} s" if 0 < stats.window < stats.elapsed - 0.5 else ""
 
 
 def bottleneck_text(stats: RunStats) -> str:
-    """Describe what limits the run and why; it may be a stage or something else."""
+    """Describe what limits the run, which may be a stage or something else, and why."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         return f"bottleneck: {_CAUSES[cause.kind]} ({cause.why})"
@@ -60,7 +60,7 @@ def bottleneck_text(stats: RunStats) -> str:
 
 
 def _scaling_lines(stats: RunStats) -> Iterator[str]:
-    """Yield a line for each stage that the run has scaled. It shows how the number of workers changed."""
+    """Yield a line for each stage that the run has scaled, with the changes of its number of workers."""
     numbers: dict[str, list[int]] = {}
     for decision in stats.decisions:
         numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)
@@ -69,7 +69,7 @@ def _scaling_lines(stats: RunStats) -> Iterator[str]:
 
 
 def cause_text(stats: RunStats) -> str:
-    """Describe in a few words what limits the run. The text is empty if the cause is unknown."""
+    """Describe in a few words what limits the run, or return an empty string if this is unknown."""
     cause, slow = stats.cause, _bottleneck(stats)
     if cause is not None and cause.kind != "bottleneck":
         stage = "" if cause.stage is None else f" ({cause.stage})"
@@ -109,7 +109,7 @@ def share(part: float) -> str:
 
 
 def workers_text(stage: StageStats) -> str:
-    """Return the number of workers, their placement and, if some are still starting, how many."""
+    """Return the number of workers, their placement, and how many are still starting, if any."""
     return ", ".join(filter(None, [f"{count(stage.workers)} {stage.on}", starting_text(stage)]))
 
 
@@ -126,8 +126,8 @@ def account_text(stage: StageStats, state: RunState) -> str:
 def _account(stage: StageStats, state: RunState) -> str:
     """Describe what happened to the items that a stage took.
 
-    If the operator has one output per item, outputs and failures must add up to the inputs. If they do not,
-    the text shows the difference, as items that still move or as missing items.
+    If the operator has one output per item, outputs and failures must add up to the inputs. Otherwise, the
+    text shows the difference, as items that still move or as missing items.
     """
     rest = [
         ("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted),

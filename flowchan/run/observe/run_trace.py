@@ -1,12 +1,12 @@
 """Write the trace of a run to a file while the run is active.
 
 Algorithm. A thread reads the wait times of all ports every ``READ_EVERY_S`` seconds, or less often if that
-would cost more than 1 % of a core. It also reads the channels' counters, and writes the trace events to the
-file. Everything else comes from the run's feed, so tracing costs the workers nothing except for sampled
-items. If a worker is killed, only the sampled items that it has not reported are missing.
+would cost more than 1 % of a core. The thread also reads the channels' counters, and writes the trace events
+to the file. Everything else comes from the run's feed. For the workers, only sampled items therefore cost any
+time. If a worker is killed, only the sampled items that it has not reported are missing.
 
-The file is a JSON array. The trace format makes the closing bracket optional, so viewers can open the file of
-a killed program.
+The file is a JSON array. The closing bracket is optional in the trace format. Viewers can therefore open the
+file of a killed program.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MOST_COUNTS = 5_000
 
 
 class TracedPorts(Protocol):
-    """Access to the channels and ports of a run."""
+    """Methods of a run's ports that tracing needs."""
 
     @property
     def channels(self) -> Channels: ...
@@ -73,7 +73,7 @@ class TracedPorts(Protocol):
 
 
 class _TraceFile:
-    """File without a buffer, because a forked child would write a copy of buffered data."""
+    """File without a buffer, because a forked child would write its copy of buffered data again."""
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -342,7 +342,7 @@ class RunTrace:
 
 
 def _waited(ports: Ports) -> tuple[int, int, int]:
-    """Return how long a worker has waited for input, for room and for its turn, each in nanoseconds."""
+    """Return how many nanoseconds a worker has waited for input, for room and for its turn."""
     reads = sum(reader._waited()[0] for reader in ports.inputs.values())
     writes = [writer._waited() for writer in ports.writers()]
     turn = sum(turn for _, turn in writes)

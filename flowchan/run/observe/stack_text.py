@@ -23,7 +23,7 @@ _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)")
 def text_of_dump(dump: str) -> str:
     """Convert a dump from ``faulthandler`` to text.
 
-    If the process has several threads, a line with the thread's id precedes each stack. The oldest thread
+    If the process has several threads, a line with the thread's ID precedes each stack. The oldest thread
     comes first, because it usually runs the worker.
     """
     threads: list[tuple[str, list[str]]] = []

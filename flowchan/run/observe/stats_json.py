@@ -1,7 +1,7 @@
 """Convert a run's statistics to dictionaries for JSON, and back.
 
 The keys and units are those of the attributes of :class:`RunStats` and its parts. Each stage also has a
-``state``. Readers ignore unknown keys, so later versions can add some. If the meaning of a key changes,
+``state``. Readers ignore unknown keys, so that later versions can add keys. If the meaning of a key changes,
 ``SCHEMA`` changes too.
 """
 

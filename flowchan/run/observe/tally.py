@@ -1,4 +1,4 @@
-"""Count from a run's events what its channels do not count."""
+"""Count events of a run, such as retries and deaths, which the counters of its channels do not show."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Tally:
     def reported(self, event: Event) -> None:
         """Record an event, on the reporting thread.
 
-        A worker thread must start its clock itself, so this method cannot wait for the supervisor.
+        A worker must start its clock on its own thread. This method therefore cannot leave the start to the
+        supervisor.
         """
         if isinstance(event, Began):
             self._clocks.begin(event.worker)
@@ -66,7 +67,7 @@ class Tally:
         self._pids.pop(worker, None)
 
     def ended_early(self, ended: Ended) -> None:
-        """Count the items of a worker that had no reader for their outputs."""
+        """Count the items whose outputs had no reader, for a worker that ended early."""
         self._unwanted[ended.worker.stage] += ended.unwanted
 
     def died(self, death: Death) -> None:

@@ -3,7 +3,7 @@
 Algorithm. Each resource limits the rate at which items can enter the graph:
 
 - A stage with W workers allows W / (s · v) items per second. Per source item, the stage takes v items and
-  spends s seconds on each. If it has a rate limit r, it also allows at most r / v.
+  spends s seconds on each. A stage with a rate limit r also allows at most r / v.
 - The cores allow cores / Σ c · v, where c is the CPU time per item.
 - The interpreter lock allows 1 / Σ c · v, summed over the stages on threads.
 - A loop that admits no more items and has n busy workers allows n / Σ s · v, summed over its stages.
@@ -70,7 +70,7 @@ class StageWork:
 
     @property
     def utilisation(self) -> float:
-        """Return the busy share of the workers or the used share of the rate limit, whichever is larger."""
+        """Return the busy share of the workers, or the used share of the rate limit if that is larger."""
         limit = self.stage.rate_limit
         return min(1.0, max(self.stage.busy, self.stage.rate / limit if limit else 0.0))
 
@@ -162,7 +162,7 @@ class Model:
         return min(bounds, key=bounds.__getitem__, default="")
 
     def bounds(self, change: Change = NOTHING) -> dict[str, float]:
-        """Return for each resource the highest source rate that it allows, in items per second."""
+        """Return, for each resource, the highest rate of the sources that it allows, in items per second."""
         found = dict(self.fixed)
         used = locked = around = 0.0
         for name, work in self.works.items():
@@ -200,7 +200,7 @@ def _works(stats: RunStats) -> dict[str, StageWork]:
 
 
 def _used(works: Mapping[str, StageWork], threads: bool = False) -> float:
-    """Return the number of local cores that the stages use. With ``threads``, count only threads."""
+    """Return the number of local cores that the stages use. If ``threads`` is true, count only threads."""
     return sum(
         work.stage.cores or 0.0 for work in works.values() if (work.threads if threads else work.local)
     )
@@ -258,7 +258,7 @@ def _without_core_waits(work: StageWork, window: float) -> StageWork:
 
 
 def _fixed(stats: RunStats) -> dict[str, float]:
-    """Return the bound from the program's puts, its gets or memory, if one of these limits the run."""
+    """Return the bound that the program's puts, its gets or memory set, if one of them limits the run."""
     cause = stats.cause
     if cause is None or cause.kind not in FIXED:
         return {}
@@ -272,7 +272,7 @@ def _fixed(stats: RunStats) -> dict[str, float]:
 
 
 def _exponent(utilisations: Collection[float]) -> float:
-    """Return the exponent p for which Σ u^p = 1, within its limits."""
+    """Return the exponent p, within limits, for which the sum of u^p over all utilisations u is 1."""
     low, high = LEAST_EXPONENT, MOST_EXPONENT
     for _ in range(20):
         middle = (low + high) / 2

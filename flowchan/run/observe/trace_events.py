@@ -61,7 +61,7 @@ class TraceEvents:
             yield _meta("process_sort_index", pid, 0, sort_index=pid)
 
     def started(self, stage: str, worker: int, host: str) -> None:
-        """Name the host in the tracks of the worker's next spans. ``host`` is empty for this machine."""
+        """Show the worker's next spans in tracks that name ``host``, which is empty for this machine."""
         self._hosts[stage, worker] = host
 
     def span(self, stage: str, worker: int, name: str, begin: int, end: int) -> Iterator[str]:
@@ -108,8 +108,8 @@ class TraceEvents:
     def flow(self, item: ItemTraced) -> Iterator[str]:
         """Connect the spans of a sampled item along its path.
 
-        Viewers reverse an arrow whose second span begins first. This can happen because the clocks of hosts
-        are not exact; the arrow then skips the second span.
+        Viewers reverse an arrow whose second span begins first. Spans can begin in the wrong order because
+        the clocks of hosts are not exact. The arrow then skips the second span.
         """
         if not self._is_drawn(item.number):
             return
@@ -130,7 +130,7 @@ class TraceEvents:
         return mark % self._every == 0
 
     def _number(self, mark: int) -> int:
-        """Return a short number for a sample. The numbers of old samples are forgotten."""
+        """Return a short number for a sample. Only the numbers of recent samples are kept."""
         number = self._names.get(mark)
         if number is None:
             number = self._names[mark] = next(self._numbers)
@@ -139,9 +139,9 @@ class TraceEvents:
         return number
 
     def _tid(self, stage: str, worker: int, items: bool) -> Generator[str, None, int]:
-        """Return the id of the thread that represents a worker in the trace.
+        """Return the ID of the thread that represents a worker in the trace.
 
-        When the id is first used, yield lines that name the thread.
+        When the ID is first used, yield lines that name the thread.
         """
         host = self._hosts.get((stage, worker), "")
         tid = self._tids.get((stage, worker, host, items))

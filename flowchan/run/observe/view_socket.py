@@ -1,9 +1,9 @@
 """Serve a run to ``flowchan top`` and ``flowchan peek`` on a Unix socket.
 
 Algorithm. The supervisor's thread calls :meth:`ViewSocket.poll` whenever it is awake. The first call after
-``POLL_INTERVAL_S`` seconds creates the socket, so a short run has none. Later calls accept connections from
-viewers. A run without viewers therefore needs no extra thread, and makes at most one system call every
-``POLL_INTERVAL_S`` seconds. Each viewer is a subscriber of the run's feed.
+``POLL_INTERVAL_S`` seconds creates the socket. A short run therefore has no socket. Later calls accept
+connections from viewers. A run without viewers therefore needs no extra thread, and makes at most one system
+call every ``POLL_INTERVAL_S`` seconds. Each viewer is a subscriber of the run's feed.
 
 A viewer receives JSON lines: one "hello", then "stats", and an "end" when the run has ended. Writes never
 block: a slow viewer misses statistics, but does not delay other viewers or the run. If the program is killed,
@@ -12,9 +12,10 @@ the connection closes without "end".
 ``flowchan top`` sends nothing. ``flowchan peek`` sends one line, and then receives items of a channel instead
 of statistics (``item_viewer.py``).
 
-Invariants. The socket has an abstract name (see unix(7)), so a killed program leaves no file behind. Any user
-can connect to such a name, so each side checks that the peer belongs to the same user or to root. A forked
-child closes its copies of the sockets, so the connections close when the program exits.
+Invariants. The socket has an abstract name (see unix(7)). A killed program therefore leaves no file behind.
+Any user can connect to such a name. For this reason, each side checks that the peer belongs to the same user
+or to root. A forked child closes its copies of the sockets, so that the connections close when the program
+exits.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class ViewSocket:
         self._viewers: list[ViewConnection] = []
 
     def poll(self) -> None:
-        """Create the socket or accept viewers, if either is due."""
+        """Create the socket if that is due, or accept the viewers that wait."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -198,7 +199,7 @@ class ViewConnection:
             self._items = ItemViewer(self._connection, self._channels, request, _line)
 
     def end(self) -> None:
-        """Send the last lines if the viewer has kept up, and close the connection."""
+        """Send the last lines if the viewer has read the earlier ones, and close the connection."""
         if self._items is not None:
             self._items.end(END_S)
             return

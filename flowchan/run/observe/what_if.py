@@ -1,8 +1,8 @@
 """Predict the effect of a change to one stage, or suggest a change, from the statistics of a window.
 
-The model is in :mod:`flowchan.run.observe.throughput`. Each prediction has a range that covers three
-unknowns: how much work times vary, whether code releases the interpreter lock, and how representative a short
-window is.
+The model is in :mod:`flowchan.run.observe.throughput`. Each prediction has a range, because three facts are
+unknown: how much work times vary, whether code releases the interpreter lock, and whether a short window is
+representative.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _gain(model: Model, change: Change) -> float:
 
 
 def _variants(model: Model) -> Iterator[Model]:
-    """Yield variants of a model that make other assumptions about work times and the interpreter lock."""
+    """Yield variants of a model, with other assumptions about work times and the interpreter lock."""
     yield dataclasses.replace(model, exponent=MOST_EXPONENT)
     yield dataclasses.replace(model, exponent=model.exponent / 2)
     if model.lock:
@@ -209,7 +209,7 @@ _REASONS = {
 
 
 def _crowded(model: Model) -> float:
-    """Return the share of the work time in which workers waited for a core."""
+    """Return the share of the work time in which workers waited for a CPU core."""
     works = [work.stage.worked for work in model.works.values() if work.local]
     total = sum(one.work for one in works)
     return sum(min(one.ready or 0.0, one.work) for one in works) / total if total else 0.0
@@ -228,8 +228,8 @@ def advice(stats: RunStats) -> str | None:
         stats: Statistics of a window.
 
     Returns:
-        The advice, such as "2 more workers for 'decode' would give 1.8 × the rate". None if no change that
-        the user can make would help much, if the window is too short, or if it has too few items.
+        The advice, such as "2 more workers for 'decode' would give 1.8 × the rate". None if the window is too
+        short or has too few items, or if no change that the user can make would help much.
     """
     cause = stats.cause
     items = end_rate(stats) * stats.window

@@ -1,4 +1,4 @@
-"""Compute rates and shares in a time window from snapshots of past statistics.
+"""Compute the rates and shares in a time window from snapshots of earlier statistics.
 
 Algorithm. The counters in :class:`RunStats` only grow, so the difference between two snapshots covers the
 time between them. The supervisor's thread takes a snapshot about every half second, when it is awake anyway.
@@ -33,7 +33,7 @@ def has_gil() -> bool:
 
 
 def between(earlier: RunStats | None, later: RunStats) -> RunStats:
-    """Return ``later`` with rates, shares and cause since ``earlier`` or the start of the run."""
+    """Return ``later`` with rates, shares and cause for the time since ``earlier`` or the run's start."""
     window = max(later.elapsed - (0.0 if earlier is None else earlier.elapsed), 1e-9)
     stages_before = {} if earlier is None else {stage.name: stage for stage in earlier.stages}
     edges_before = {} if earlier is None else {edge.name: edge for edge in earlier.edges}
@@ -79,13 +79,13 @@ class History:
     def watch(self, watcher: Callable[[RunStats], object] | None) -> None:
         """Call a function with each new snapshot, on the supervisor's thread. ``None`` stops the calls.
 
-        The time of the function counts as part of the snapshot, so a slow function makes snapshots rarer. The
-        function must not raise an exception.
+        The function's time counts as part of the snapshot. A slow function therefore makes snapshots rarer.
+        The function must not raise an exception.
         """
         self._watcher = watcher
 
     def sample(self, take: Callable[[], RunStats]) -> None:
-        """Keep the statistics that ``take`` returns, if it is time for a new snapshot."""
+        """If a new snapshot is due, keep the statistics that ``take`` returns."""
         began = time.monotonic()
         if began < self._next_at:
             return

@@ -2,9 +2,9 @@
 
 Algorithm. The ports add up how long a worker has waited, and a sampler reads these sums every few
 milliseconds. The time between two readings is divided in proportion to the waits. The first part continues
-the kind of the last span, so that a long wait stays one span. A part shorter than ``finest`` is not drawn,
-but carried over to the next reading. For each kind, the spans of a worker therefore add up to its wait time,
-to within about ``finest``.
+the kind of the last span, so that a long wait stays one span. A part that is shorter than ``finest`` is not
+drawn, but is carried over to the next reading. For each kind, the spans of a worker therefore add up to its
+wait time, to within about ``finest``.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class WorkerSpans:
     Attributes:
         at: Time of the last reading, in nanoseconds.
         waited: Total waits for input, room and turns at the last reading, in nanoseconds.
-        finest: Minimum length of a span, in nanoseconds. It grows with the number of spans, so that a long
-            trace stays small.
+        finest: Minimum length of a span, in nanoseconds. This length grows with the number of spans, so that
+            a long trace stays small.
     """
 
     at: int
@@ -54,7 +54,8 @@ class WorkerSpans:
     def read(self, now: int, waited: tuple[int, int, int]) -> Iterator[Span]:
         """Process a reading, and yield the spans that it ends. Ignore a reading that comes too early.
 
-        ``waited`` contains the sums over the open ports of the worker, so they drop when a port closes.
+        ``waited`` contains the sums over the open ports of the worker. These sums therefore drop when a port
+        closes.
         """
         length = now - self.at
         if length < self.finest:

@@ -1,1 +1,1 @@
-"""Plan a run and decide what its supervisor does, with plain values and pure functions without I/O."""
+"""Plan a run and decide what its supervisor does, in pure functions of plain values."""

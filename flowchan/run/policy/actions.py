@@ -30,7 +30,7 @@ class BreakChannels:
 
 @dataclass(frozen=True, slots=True)
 class ReleasePorts:
-    """Close the ports of a worker that has ended, whatever the reason."""
+    """Close the ports of a worker that has ended for any reason."""
 
     worker: WorkerId
 
@@ -53,7 +53,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class RestartGang:
-    """Replace all workers of a gang. ``died`` is the worker whose death caused this, or None."""
+    """Replace all workers of a gang. ``died`` is the worker whose death is the reason, if any."""
 
     workers: tuple[WorkerId, ...]
     pause: float

@@ -3,12 +3,12 @@
 Algorithm. After each time window, at most one of three things happens:
 
 1. If the effect of the last change has not been checked yet, it is checked now. An increase must have raised
-the rate by at least half of ``LEAST_GAIN``, and a reduction must not have lowered it by as much. Otherwise
-the change is undone, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. If the
-program itself limited the run in this window, an increase is kept.
+the rate by at least half of ``LEAST_GAIN``, and a reduction must not have lowered the rate by as much.
+Otherwise the change is undone, and the same kind of change is not retried for ``BLOCKED_WINDOWS`` windows. If
+the program itself limited the run in this window, an increase is kept.
 2. If the model predicts that more workers would raise the rate by at least ``LEAST_GAIN``, workers are added.
-Max-min filling distributes them: as long as the limits permit, the next worker goes to the stage that allows
-the lowest rate. The number of a stage's workers at most doubles.
+Max-min filling distributes these workers: as long as the limits permit, the next worker goes to the stage
+that allows the lowest rate. The number of a stage's workers at most doubles.
 3. Stages whose utilisation was low in the last ``IDLE_WINDOWS`` windows lose at most half of their workers.
 
 The first window after a change starts when the new workers have begun to work. No threads are added while the
@@ -141,7 +141,7 @@ class Scaler:
     decisions: tuple[ScalingDecision, ...] = ()
 
     def ready(self, stats: RunStats) -> bool:
-        """Return whether the workers of the last change have begun to work. At first, check all workers."""
+        """Return whether the workers of the changed stages, or at first of all stages, have begun to work."""
         stages = self.limits if self.trial is None else self.trial.before
         return not any(stage.starting for stage in stats.stages if stage.name in stages)
 
@@ -196,7 +196,7 @@ def choose(
 
 
 def pinned(scaler: Scaler, elapsed: float, before: int, scale: Scale) -> Scaler:
-    """Return the state after the program itself has changed the number of a stage's workers from ``before``.
+    """Return the state after the program has changed a stage's number of workers from ``before``.
 
     From then on, automatic scaling does not change this stage.
     """
@@ -244,7 +244,7 @@ def _changed(
 
 
 def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) -> Chosen:
-    """Record the effect of the last change, and undo the change if it was not worthwhile."""
+    """Record the effect of the last change, and undo the change if its gain was too small."""
     trial = scaler.trial
     if trial is None:
         return scaler, ()
@@ -276,7 +276,7 @@ def _checked(scaler: Scaler, stats: RunStats, stages: Mapping[str, StageStats]) 
 
 
 def _paid(trial: Trial, ratio: float, stats: RunStats, changed: Iterable[StageStats]) -> bool:
-    """Return whether to keep a change.
+    """Return whether a change has gained enough to be kept.
 
     A reduction is undone only if it has made a stage busy. If no stage is busy, something else lowered the
     rate.
@@ -345,7 +345,7 @@ def _most(stage: StageStats, memory: FreeMemory) -> int:
 def _filled(
     scaler: Scaler, workers: Mapping[str, int], most: Mapping[str, int], predicts: Throughput
 ) -> dict[str, int]:
-    """Distribute workers over the stages by max-min filling.
+    """Distribute workers over the stages by max-min fair filling.
 
     A stage that shares its limit starts with half of its workers, so that the others can move to another
     stage.
@@ -374,7 +374,7 @@ MANY = 10**6
 def _unlimited(
     growing: Iterable[str], but: str | None = None, filled: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return ``filled`` with ``MANY`` workers for each growing stage. Only stage ``but`` keeps its number."""
+    """Return ``filled`` with ``MANY`` workers for each growing stage except ``but``."""
     return {**(filled or {}), **{name: MANY for name in growing if name != but}}
 
 
@@ -386,7 +386,7 @@ def _room(limits: Mapping[str, AutoLimit], workers: Mapping[str, int], stage: st
 
 
 def _within(memory: FreeMemory, workers: Mapping[str, int], wanted: dict[str, int]) -> dict[str, int]:
-    """Reduce the wanted numbers of workers until all new processes fit into free memory together."""
+    """Reduce the wanted numbers of workers until all new processes together fit into free memory."""
     for name, number in wanted.items():
         more = max(0, number - workers[name])
         allowed = int(min(more, memory.processes(name)))

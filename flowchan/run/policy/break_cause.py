@@ -1,13 +1,14 @@
 """Find the worker that broke a channel of the run, unless the supervisor broke it (R3).
 
 A worker that is about to abort a channel reports this first. Threads report directly, but processes report
-through a channel. If another worker finds the channel broken and ends, its report may therefore overtake the
-first worker's. The program and the user's own threads may also break a channel, without any report.
+through a channel. If another worker finds the channel broken and ends, its report may therefore arrive before
+the first worker's report. The program and the user's own threads may also break a channel, without any
+report.
 
 For this reason, the cause of a break is decided only after all reports have arrived. The first worker that
-reported an abort is to blame, because the others only saw the consequences. A worker that finds one of its
-channels broken breaks its other channels as well. If no worker has reported an abort, the break began in a
-channel that was not broken in this way.
+reported an abort is to blame, because the other workers only saw the consequences. A worker that finds one of
+its channels broken breaks its other channels as well. If no worker has reported an abort, the cause lies in a
+channel that no worker broke for this reason.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Breaks:
         self._since = math.inf
 
     def is_due(self, all_reported: Callable[[], bool]) -> bool:
-        """Return whether to decide now, because all reports have arrived or the time limit is over."""
+        """Return whether to decide now: all reports have arrived, or the time limit has passed."""
         if not self.pending:
             self._since = math.inf
             return False
@@ -68,7 +69,7 @@ class Breaks:
             self._aborts.append(aborted)
 
     def record_met(self, met: Met) -> None:
-        """Record that a worker has found channels broken and is about to break its others."""
+        """Record that a worker has found channels broken and is about to break its other channels."""
         if not self._over:
             self._found += met.channels
             self._passed_on |= {*self._plan.worker(met.worker).channels()} - {*met.channels}
@@ -94,14 +95,14 @@ class Breaks:
         return {ended.worker for ended in self._ends}
 
     def check(self) -> None:
-        """Check all channels from time to time, because the worker that broke one may still be running."""
+        """Check all channels from time to time, because a worker that broke one may still be running."""
         now = time.monotonic()
         if now >= self._next_check and not self._over:
             self._next_check = now + POLL_INTERVAL_S
             self._found += self._broken(None)
 
     def end(self) -> None:
-        """Record that the supervisor is about to break every channel."""
+        """Record that the supervisor itself is about to break every channel."""
         self._over = True
         self._found.clear()
 

@@ -1,4 +1,4 @@
-"""Detect that a run is deadlocked, by comparing two observations of it."""
+"""Detect that a run is deadlocked, by comparing two observations of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MORE_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Counts from a cheap look at all channels.
+    """Counts that are cheap to read from all channels.
 
     Attributes:
         moved: Number of items put and taken so far.
@@ -50,8 +50,8 @@ class Waits:
     """Waits of workers on other hosts, which no channel in this process shows.
 
     The question to a host and its answer travel over the same connection as the host's items. An item in
-    transit during one observation has therefore arrived before the next one, however slow the connection is.
-    The counts then include it.
+    transit during one observation has therefore arrived before the next observation, however slow the
+    connection is. The counts then include the item.
 
     Attributes:
         reading, writing: For each channel, the number of remote workers that wait to take an item or to put
@@ -67,10 +67,10 @@ class Waits:
     moves: bool = False
 
     def put_into(self, stats: RunStats) -> RunStats:
-        """Return the statistics with these waits for the edges of remote workers.
+        """Return the statistics, with these waits filled in for the edges of remote workers.
 
-        In this process, the ports of these edges prefetch items and buffer outputs, so their waits do not
-        show whether the remote workers wait.
+        In this process, the ports of these edges prefetch items and buffer outputs. Their waits therefore do
+        not show whether the remote workers wait.
         """
         remote = {stage.name for stage in stats.stages if stage.hosts}
         edges = []
@@ -93,7 +93,7 @@ class Observation:
         unread: Workers whose results the program has not begun to read.
         inputs: Stages into which the program puts items.
         outside: True if the run may make progress that no channel shows; see :attr:`Waits.moves`.
-        counts: Numbers that change if something moves on another host.
+        counts: Numbers that change if an item moves on another host.
     """
 
     stats: RunStats
@@ -104,7 +104,7 @@ class Observation:
 
 
 def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[WorkerId] | None:
-    """Compare two observations of a run, made ``STILL`` seconds apart.
+    """Compare two observations that were made ``STILL`` seconds apart.
 
     Args:
         before: The earlier observation, or None if ``now`` is the first one.
@@ -112,7 +112,7 @@ def judge(before: Observation | None, now: Observation) -> Stuck | frozenset[Wor
 
     Returns:
         The workers whose unread results fill their channels, if any; the run must then collect these results.
-        Otherwise ``Stuck`` if no worker can ever continue, or None if one can.
+        Otherwise, ``Stuck`` if no worker can ever continue, or None if a worker can.
     """
     if before is None or _progress(before) != _progress(now):
         return None
@@ -132,14 +132,14 @@ def _none_moves(seen: Observation) -> bool:
 
 
 def _full(seen: Observation) -> frozenset[WorkerId]:
-    """Return the workers whose results are unread and fill their channels."""
+    """Return the workers that collect results which the program does not read and whose channels are full."""
     stages = {id.stage for id in seen.unread}
     full = {edge.reader for edge in seen.stats.edges if edge.reader in stages and edge.waiting_writers}
     return frozenset(id for id in seen.unread if id.stage in full)
 
 
 class Deadlocks:
-    """Detects deadlocks of one run. While items move, it only reads cheap counts."""
+    """Detects deadlocks of one run. While items move, only counts that are cheap to read are read."""
 
     def __init__(self, now: float) -> None:
         self.next_at = now + STILL
@@ -157,8 +157,8 @@ class Deadlocks:
     ) -> Stuck | frozenset[WorkerId] | None:
         """Return the result of :func:`judge`, or None if no check is due or an answer is missing.
 
-        ``observe`` receives the workers in ``alive`` that have unread results, and returns an observation. It
-        returns None while answers from other hosts are missing.
+        ``observe`` receives the workers in ``alive`` that have unread results, and returns an observation.
+        ``observe`` returns None while answers from other hosts are missing.
         """
         if now < self.next_at:
             return None
@@ -174,7 +174,7 @@ class Deadlocks:
         return judge(before, found)
 
     def _starts_observation(self, seen: Activity, alive: frozenset[WorkerId]) -> bool:
-        """Start an observation if it could reveal a deadlock, and return whether it was started."""
+        """Start an observation if it could reveal a deadlock, and return whether one was started."""
         moved, self._moved = seen.moved != self._moved, seen.moved
         waiting, unread = seen.reading + seen.writing, seen.unread & alive
         if moved or not (bool(seen.writing) if unread else waiting >= len(alive) and not seen.opened):

@@ -11,13 +11,14 @@ The phases of a run:
        ├──abort────> aborting ───┘
        └──every end of the graph reached──> finishing
 
-In *stopping*, the sources are stopped and the other stages process the remaining items. This has no time
-limit unless the user sets one. In *failing* and *aborting*, all channels are broken.
+In *stopping*, the sources are stopped and the other stages process the remaining items. *Stopping* has no
+time limit unless the user sets a limit. In *failing* and *aborting*, all channels are broken.
 
 Processes that still run after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
-thread stuck in user code cannot be ended, so it is abandoned. In *finishing*, workers are ended in the same
-way, although no stage has failed. All stages whose effects the user sees have then ended, and the sources are
-stopped. The remaining workers are no longer needed, for example a source that waits for its device.
+thread that is stuck in user code cannot be ended, and is abandoned. In *finishing*, workers are ended in the
+same way, although no stage has failed. All stages whose effects the user sees have then ended, and the
+sources are stopped. The remaining workers are no longer needed, for example a source that waits for its
+device.
 
 A worker process that dies in *running* or *stopping* is replaced as long as its stage has restarts left
 (``policy/restart_limit.py``). The first replacement starts at once. Each later one starts after a pause that
@@ -194,7 +195,7 @@ def _decide(state: PolicyState, event: SupervisorEvent, now: float) -> Decision:
 
 
 def next_at(state: PolicyState) -> float:
-    """Return the time at which a tick will change the state if no event arrives before."""
+    """Return the time at which a tick will change the state, unless an event arrives earlier."""
     if state.phase == "stopping":
         notice = math.inf if state.notified else state.since + STOP_NOTICE_S
         if not state.services_end and state.alive & state.services and state.alive <= state.services:
@@ -279,7 +280,7 @@ def _count_restart(state: PolicyState, death: Death, now: float, pause: float) -
 
 
 def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
-    """Warn that a dead worker's callable object may have held state, which is now lost."""
+    """Warn that a dead worker's callable object may have held state. That state is now lost."""
     name = state.stateful.get(death.worker.stage)
     if name is None or death.unbegun > 0:
         return ()
@@ -375,13 +376,13 @@ def _tick(state: PolicyState, now: float) -> Decision:
 
 
 def _waits_for_services(state: PolicyState, waited: float) -> bool:
-    """Return whether a stopping run waits only for services and for sources that do not end on their own."""
+    """Return whether a stopping run waits only for services and for sources that have not ended in time."""
     others = state.alive - state.services
     return bool(state.alive & state.services) and others <= state.sources and (not others or waited > GRACE)
 
 
 def _notify(state: PolicyState) -> Decision:
-    """Warn that a stopped run is still processing items in flight."""
+    """Warn that a run which is stopping is still processing items in flight."""
     stages = ", ".join(sorted({worker.stage for worker in state.alive - state.sources}))
     text = (
         f"the run was stopped {STOP_NOTICE_S:g} s ago and is still processing items in {stages}; call "

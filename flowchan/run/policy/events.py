@@ -1,6 +1,6 @@
 """Define the events that workers and the crew report to the supervisor.
 
-Most events travel from one process to another, so they must be picklable.
+Most events are sent from one process to another, and must therefore be picklable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WorkerId:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The worker's process has been started on ``host``, or on this machine if ``host`` is empty."""
+    """A worker's process was started on ``host``, or on this machine if ``host`` is empty."""
 
     worker: WorkerId
     pid: int
@@ -42,8 +42,8 @@ class Began:
 class Ended:
     """The worker has ended without an error.
 
-    ``unwanted`` counts the items that it took although its outputs had no readers. ``early`` means that it
-    ended for this reason.
+    ``unwanted`` is the number of items that the worker took although its outputs had no readers. ``early`` is
+    true if the worker ended because of this.
     """
 
     worker: WorkerId
@@ -57,10 +57,10 @@ class Failure:
 
     Attributes:
         worker: The worker. Number 0 means that the number is unknown.
-        error: The exception. Between processes it travels as a ``Portable``, which unpickles as the
+        error: The exception. Between processes, it is sent as a ``Portable``, which unpickles as the
             exception.
         item: Description of the item that the worker was processing, as text.
-        pid: Process id of the worker.
+        pid: Process ID of the worker.
         channel: Name of the channel that this error broke, if any.
         host: Host of the worker; empty for this machine.
     """
@@ -90,7 +90,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The worker has found these channels broken, and is about to break its others."""
+    """The worker has found these channels broken, and is about to break its other channels."""
 
     worker: WorkerId
     channels: tuple[str, ...]
@@ -98,7 +98,7 @@ class Met:
 
 @dataclass(frozen=True, slots=True)
 class TriesMember:
-    """The worker is about to call its function with members of a batch that has killed workers.
+    """The worker is about to call its function with members of a batch on which workers have died.
 
     ``member`` is the number of the only member, or None if there are several. Only the crew receives this
     event.
@@ -110,7 +110,7 @@ class TriesMember:
 
 @dataclass(frozen=True, slots=True)
 class MembersTried:
-    """The worker has tried all members of a batch that has killed workers, and is about to put its outputs.
+    """The worker has tried all members of a batch on which workers have died, and will now put its outputs.
 
     Only the crew receives this event.
     """
@@ -172,7 +172,7 @@ class Result:
 class GroupLost:
     """A worker of an elastic gang waits for a new group.
 
-    ``failure`` ended the worker's last group. It is None if the worker has just started.
+    ``failure`` ended the worker's last group, and is None if the worker has just started.
     """
 
     worker: WorkerId
@@ -193,20 +193,20 @@ class ProcessEnded:
 class Death:
     """A worker's process has ended before the worker reported its end.
 
-    This is the last event from the worker. It contains everything that the decision needs.
+    This is the last event from the worker, and contains everything that the decision needs.
 
     Attributes:
         worker: The worker.
         how: How the process ended.
-        pid: Process id of the worker; 0 if unknown.
+        pid: Process ID of the worker; 0 if unknown.
         exitcode: Exit code, negative for a signal; None if unknown.
         host: Host of the worker; empty for this machine.
-        over_item: Number of workers, including this one, that died while processing the same item; 0 if this
-            worker died outside user code.
+        over_item: Number of workers, including this worker, that died while processing the same item; 0 if
+            this worker died outside user code.
         deaths: Number of deaths that determines the delay of the replacement: ``over_item`` without deaths on
-            batch members that are known to kill workers. Without an item, it counts deaths in quick
+            batch members that are known to kill workers. Without an item, it is the number of deaths in quick
             succession.
-        unbegun: Number of consecutive workers, including this one, that died before they began to work.
+        unbegun: Number of consecutive workers, including this worker, that died before they began to work.
         counts: True if the death uses up one of the stage's restarts. The loss of a host does not.
         retired: True if the worker asked for a new process (``Retires``). The user sees no report of this.
         always: True if the worker is replaced regardless of the restart limit, because an item took too long.
@@ -234,7 +234,7 @@ class Death:
 
     @property
     def summary(self) -> str:
-        """Describe the death and the item in words. The text is empty if the death is not reported."""
+        """Describe the death and the item in words. The text is empty if the worker retired as planned."""
         if self.retired:
             return ""
         if not self.over_item:
@@ -245,7 +245,7 @@ class Death:
 
 @dataclass(frozen=True, slots=True)
 class Crashed:
-    """The crew itself has failed, so workers can no longer report events."""
+    """The crew itself has failed, so that workers can no longer report events."""
 
     error: BaseException
 

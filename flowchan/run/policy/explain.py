@@ -1,4 +1,4 @@
-"""Explain from a run's statistics what its stages wait for, and detect that all of them wait."""
+"""Explain what a run's stages wait for, from its statistics, and detect that all of them wait."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def explain(stats: RunStats) -> str:
 def all_wait(stats: RunStats) -> bool:
     """Return whether every live worker waits for a channel of this graph.
 
-    If so, only something outside the graph can wake a worker. A single call proves nothing, because it reads
-    the channels one after another.
+    In this state, only something outside the graph can wake a worker. A single call proves nothing, because
+    it reads the channels one after another.
 
-    The result is false if a worker selects from several channels, because several channels would count it. It
-    is also false if a waiting worker has a timeout, or has been woken but is not running yet. Waiting
-    coroutines count; ``async_worker.only_wait_for`` checks their event loops for other work.
+    The result is false if a worker selects from several channels, because several channels would count it.
+    The result is also false if a waiting worker has a timeout, or has been woken but is not running yet.
+    Waiting coroutines count; ``async_worker.only_wait_for`` checks their event loops for other work.
     """
     if any(edge.selecting > edge.awaiting or edge.woken for edge in stats.edges):
         return False
@@ -57,7 +57,7 @@ def _is_unread(stage: StageStats) -> bool:
 
 
 def starting_text(stage: StageStats) -> str:
-    """Return "starting", the number of starting workers if others are already working, or an empty string."""
+    """Return "starting", the number of starting workers if others already work, or an empty string."""
     if not stage.starting:
         return ""
     return "starting" if stage.state == "starting" else f"{stage.starting} starting"

@@ -1,4 +1,4 @@
-"""Represent failed items, deaths blamed on items, and exceptions that travel between processes."""
+"""Represent failed items, deaths caused by items, and exceptions that are sent between processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ RETIRED = 79
 class OwnEnd(BaseException):
     """Raised in a worker if one of the worker's channels has closed or broken; the cause has the details.
 
-    User code may raise the same exceptions about other channels, so they need a separate class.
+    User code may raise the same exceptions about other channels. The ends of the worker's channels therefore
+    need a separate class.
     """
 
 
 class ItemFailed(FlowchanError):
-    """Raised in a worker when its function has failed for ``item``.
+    """Raised in a worker when its function has failed on ``item``.
 
     Only workers of a stage without an ``errors`` stream raise it.
     """
@@ -35,7 +36,7 @@ class ItemFailed(FlowchanError):
 
 
 class Retires(BaseException):
-    """Raised to replace the worker's process before it processes an item.
+    """Raised to have the worker's process replaced before it processes an item.
 
     The function of a stage with worker processes may raise it. The replacement then starts with the same
     item. Neither ``max_deaths`` nor the restart limit counts such a replacement.
@@ -43,12 +44,12 @@ class Retires(BaseException):
 
 
 class LostError(FlowchanError):
-    """Replaces an exception that cannot be sent to another process, with its text and traceback."""
+    """Takes the place of an exception that cannot be pickled, with its text and traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Earlier deaths on the first item that a replacement receives.
+    """Earlier deaths of workers on the first item that a replacement receives.
 
     Attributes:
         deaths: How earlier workers died while processing the item.
@@ -123,7 +124,7 @@ def _arrive(data: bytes | None, text: str, notes: list[str]) -> BaseException:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an exception's type and message, even if its ``__str__`` raises."""
+    """Return an exception's type and message, even if the exception's ``__str__`` raises."""
     try:
         text = str(error)
     except BaseException as bad:

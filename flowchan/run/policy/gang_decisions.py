@@ -1,16 +1,16 @@
 """Make the decisions about gangs: stages whose workers form a group.
 
-The workers of a gang restart together. If one dies, the others are terminated, and all start again after the
-last has ended. When a peer dies, a worker may report that the peer is missing from a group operation before
-the death itself is known. Such a report is not a failure.
+The workers of a gang restart together. If a worker dies, the others are terminated, and all workers start
+again after the last one has ended. When a peer dies, a worker may report that the peer is missing from a
+group operation before the death itself is known. Such a report is not a failure.
 
 If no worker died, there are two cases. If a worker ended because its outputs have no readers, its peers end
 as well. If connections between the gang's hosts broke, all workers restart, as long as the stage has restarts
 left.
 
-In an elastic gang, only the dead worker is replaced. A worker whose group has ended waits for a new one,
-which is formed when all working members wait. When a replacement begins to work, it ends the current group,
-so that the next group includes it. If a group ends although no worker died or joined, this counts as a
+In an elastic gang, only the dead worker is replaced. A worker whose group has ended waits for a new group.
+This group is formed when all working members wait. When a replacement begins to work, it ends the current
+group, so that the next group includes it. If a group ends although no worker died or joined, this counts as a
 restart.
 """
 
@@ -26,7 +26,7 @@ from flowchan.run.policy.transitions import Decision, PolicyState, run_stuck, wo
 
 
 def peer_ended(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Record that the process of a gang's worker has ended as expected."""
+    """Record that the process of a gang's worker has ended after its worker's report."""
     return dataclasses.replace(state, ended_peers=state.ended_peers | {worker})
 
 
@@ -52,7 +52,7 @@ def settle_gangs(state: PolicyState, now: float) -> Decision:
 
 
 def _ends_early(state: PolicyState, stage: str) -> bool:
-    """Return whether a gang ends because the outputs of a worker have no readers."""
+    """Return whether a gang ends because a worker's outputs have no readers any more."""
     return stage in state.no_readers and stage not in state.restarting
 
 

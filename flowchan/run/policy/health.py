@@ -17,12 +17,13 @@ class Health:
 
     Attributes:
         ready: True if the run accepts items and no stage is "starting". After a death or ``run.scale()``, it
-            stays True as long as some workers of each stage work. It becomes False when the run is stopping.
+            stays True as long as some workers of each stage work. ``ready`` becomes False when the run is
+            stopping.
         failed: True if the run has failed.
         stages: State of each stage except inputs: "starting" until a worker has built its callable, then
             "running", and finally "ended".
-        restarts_left: Number of restarts that each stage on processes has left now. If it is 0, the next
-            death ends the run. Stages without a limit are omitted.
+        restarts_left: Number of restarts that each stage on processes has left now. If this number is 0, the
+            next death ends the run. Stages without a limit are omitted.
         waiting: Number of ``ask`` calls that wait for their answers.
 
     Example:
@@ -46,7 +47,7 @@ class Health:
 
 
 def health_of(stats: RunStats, state: PolicyState, failed: bool, waiting: int, now: float) -> Health:
-    """Return the health of a run at time ``now``, while ``waiting`` requests wait for answers."""
+    """Return the health of a run at time ``now``. ``waiting`` is the number of unanswered requests."""
     return Health(
         stats.state == "running" and all(stage.state != "starting" for stage in stats.stages),
         failed,

@@ -1,10 +1,10 @@
 """Log a run to the standard logger ``flowchan.run``.
 
-The log records the start and end of the run, and each worker process that starts, dies or is replaced. It
-also contains warnings about stages, items blamed for deaths, and workers that do not end in time. The start
-and end of the run have level INFO, process starts DEBUG, problems WARNING, and blamed items ERROR. Records
-about a worker have the attributes ``stage`` and ``number``; records about a stage have ``stage``. Nothing
-appears unless the program configures logging. Exceptions that the run raises are not logged.
+The log records the start and end of the run, and each worker process that starts, dies or is replaced. The
+log also contains warnings about stages, items blamed for deaths, and workers that do not end in time. The
+start and end of the run have level INFO, process starts DEBUG, problems WARNING, and blamed items ERROR.
+Records about a worker have the attributes ``stage`` and ``number``; records about a stage have ``stage``.
+Nothing appears unless the program configures logging. Exceptions that the run raises are not logged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Journal:
         self._limits = plan.limits()
 
     def record(self, event: Any) -> None:
-        """Log an event from the feed, if the log should contain it."""
+        """Log an event from the feed, unless events of its kind are not logged."""
         match event:
             case RunBegan(workers, seed):
                 self._log(logging.INFO, f"{self._graph} starts with {workers} workers, seed {seed}")
@@ -108,7 +108,7 @@ class Journal:
 
 
 def blamed(item: str, why: str) -> None:
-    """Log that an item failed because workers died while processing it.
+    """Log that an item failed because workers died while they processed the item.
 
     The worker that holds the item calls this function.
     """

@@ -1,15 +1,15 @@
-"""Decide which source items have left the graph, for runs that can be resumed.
+"""Determine which source items have left the graph, in runs that can be resumed.
 
 Algorithm. Each source item has a number. Items carry marks that identify the source items from which they
-descend. The mark of a source item is its number. A stage with one output per item passes the marks on. A
-stage that splits an item gives each part a new mark, which is the pair of the item's first mark and a
+descend. The mark of a source item is the item's number. A stage with one output per item passes the marks on.
+A stage that splits an item gives each part a new mark: the pair of the item's first mark and the part's
 position. The stage then reports the item's marks and the number of parts. When a part leaves the graph, the
 stage reports the part's marks and 0 parts. :class:`Lineage` combines these reports: a mark has left the graph
 when all its parts have.
 
 Invariants. Reports may arrive in any order, and more than once if a worker was replaced. Marks depend only on
-the items, so a replacement reports the same marks as the dead worker. An item without marks is not tracked,
-so the source items from which it descends never count as finished.
+the items. A replacement therefore reports the same marks as the dead worker. An item without marks is not
+tracked. The source items from which it descends therefore never count as finished.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FinishedItems:
     bits: bytes = b""
 
     def tracked(self, elements: Iterable[Any]) -> Iterator[tuple[Marks, Any]]:
-        """Yield the elements of the source that are not finished, each with its marks."""
+        """Yield the source's elements that are not finished, each with its marks."""
         remaining = iter(elements)
         numbers = count(self.source, self.sources)
         for number in range(self.source, 8 * len(self.bits), self.sources):
@@ -74,7 +74,7 @@ class FinishedItems:
         return place < len(self.bits) and bool(self.bits[place] >> bit & 1)
 
     def length(self) -> int:
-        """Return how many items the source must have, so that it includes its last finished item."""
+        """Return the smallest number of items with which the source includes its last finished item."""
         last = range(self.source, 8 * len(self.bits), self.sources)
         return next((place + 1 for place in reversed(range(len(last))) if self.is_finished(last[place])), 0)
 
@@ -86,7 +86,8 @@ NOTHING_FINISHED = FinishedItems()
 class _Split:
     """State of an item that was split into parts.
 
-    It contains the marks of the item, the number of its parts once that is known, and the parts that left.
+    The state contains the marks of the item, the number of its parts (when that is known), and the parts that
+    have left.
     """
 
     marks: Marks = ()
@@ -95,7 +96,7 @@ class _Split:
 
 
 class Lineage:
-    """Tracks the items that were split and whose parts are still in the graph."""
+    """Tracks the split items that still have parts in the graph."""
 
     def __init__(self) -> None:
         self._parts: dict[Mark, _Split] = {}
@@ -127,7 +128,7 @@ class Lineage:
         return numbers
 
     def _ended(self, whole: Mark) -> list[Mark]:
-        """Return the marks of an item if all its parts have left, or an empty list otherwise."""
+        """Return the marks of an item if all of its parts have left the graph, or an empty list otherwise."""
         known = self._parts[whole]
         if known.number is None or len(known.left) < known.number:
             return []

@@ -47,7 +47,7 @@ class PlannedWorker:
     def gathers(self) -> bool:
         """Return whether the worker only collects results for the program.
 
-        It then starts when the program begins to read the results.
+        Such a worker starts when the program begins to read the results.
         """
         return self.stage.operator.gathers and not self.outputs
 
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def explicit(self) -> frozenset[str]:
-        """Return the names of the stages whose number of restarts the user has set."""
+        """Return the names of the stages for which the user has set the number of restarts."""
         return frozenset(
             stage.name
             for stage in self.graph.stages
@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def stateful(self) -> dict[str, str]:
-        """Return the class names of callable objects that may hold state, by stage.
+        """Return, by stage, the class names of callable objects that may hold state.
 
         A worker that dies loses its state. Stages with ports are omitted: they are restartable only if the
         user has declared that they keep no state.
@@ -127,7 +127,7 @@ class Plan:
         return {stage: name for stage, name in classes.items() if name}
 
     def worker(self, id: WorkerId) -> PlannedWorker:
-        """Return the planned worker with this id.
+        """Return the planned worker with this ID.
 
         A worker added during the run gets the same channels as the stage's other workers.
         """
@@ -144,7 +144,7 @@ class Plan:
         return frozenset(stage.name for stage in stages if stage.gang is not None and stage.gang.elastic)
 
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
-        """Yield the input and output channels of each stage that only turns inputs into outputs.
+        """Yield the input and output channels of each stage whose only effect is to turn inputs into outputs.
 
         When its outputs have no readers, the stage needs no more inputs. Stages with ports are omitted,
         because they decide on their own when to end.
@@ -158,7 +158,7 @@ class Plan:
         yield from ((into[stage], out[stage]) for stage in into if into[stage] and out[stage])
 
     def queues(self) -> tuple[str, ...]:
-        """Return the channels whose items can be discarded without harm to other items.
+        """Return the channels whose items can be discarded without any effect on other items.
 
         Channels with results or failures are excluded, and so are all channels that lead to a worker with
         several inputs, such as ``zip``. If items were missing there, the worker would combine items that do
@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def ends(self) -> frozenset[str]:
-        """Return the names of the stages that no other reads; the run is complete when they have ended."""
+        """Return the names of the stages that no stage reads. The run is complete when they have ended."""
         read = {edge.writer for edge in self.edges if edge.reader is not None}
         return frozenset(
             stage.name for stage in self.graph.stages if stage.name not in read and not stage.service
@@ -216,11 +216,11 @@ def plan(
 def _on_hosts(
     workers: Iterator[PlannedWorker], placement: Placement, taken: Taken
 ) -> Iterator[PlannedWorker]:
-    """Assign each worker of a stage to the host with the fewest workers relative to its weight.
+    """Assign each worker of a stage to the host that has the fewest workers relative to its weight.
 
-    If several hosts are equal, choose the first. A placement with shares counts only its own workers, so
-    other placements do not affect it. If the placement lists the host of each worker, follow this list, and
-    start again at its end.
+    If several hosts are equal, choose the first. A placement with shares counts only its own workers. Other
+    placements therefore do not affect it. If the placement lists the host of each worker, follow this list,
+    and begin again after its end.
     """
     counted = (placement.hosts, placement.shares) if placement.shares else None
     weights = placement.weights()

@@ -2,10 +2,10 @@
 
 Algorithm. The estimate is the number of remaining items divided by a recent rate. The rate covers the last
 ``RECENT_S`` seconds or, in a long run, the last tenth of the run. If fewer than ``FEWEST_ITEMS`` items were
-finished in that time, it covers a longer time. This time is divided into ``PARTS`` equal parts, and the rate
-is the median of the rates in these parts. A burst or pause of one or two parts
-therefore does not change the estimate, but a lasting change takes effect after three parts. If items have
-become so slow that most parts have none, the rate is the mean over all parts except the fastest.
+finished in that time, the rate covers a longer time. This time is divided into ``PARTS`` equal parts, and the
+rate is the median of the rates in these parts. A burst or pause of one or two parts therefore does not change
+the estimate, but a lasting change takes effect after three parts. If items have become so slow that most
+parts have none, the rate is the mean over all parts except the fastest.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RemainingTime:
         return (total - done) / rate if rate else None
 
     def _keep(self, elapsed: float, done: int) -> None:
-        """Store this progress as a sample, unless the last sample is very recent."""
+        """Store the current progress as a sample, unless the last sample is very recent."""
         if not self._times or elapsed - self._times[-1] >= _recent(elapsed) / SAMPLES:
             self._times.append(elapsed)
             self._counts.append(done)

@@ -2,11 +2,12 @@
 
 The limit applies to a period, like the intensity and period of an Erlang/OTP supervisor, or
 ``StartLimitBurst`` and ``StartLimitIntervalSec`` of systemd. A service can therefore run for years, but a
-stage that keeps dying still ends its run.
+stage whose workers keep dying still ends the run.
 
 A restart counts until the stage has worked for ``RESTART_PERIOD_S`` seconds after the death. Pauses before
-replacements are not work; if they counted, long pauses would hide a stage that dies again and again. A death
-that is blamed on an item does not use a restart, because ``max_deaths`` already limits such deaths.
+replacements are not work. If pauses counted, long pauses would hide that workers of a stage die again and
+again. A death that is blamed on an item does not use a restart, because ``max_deaths`` already limits such
+deaths.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def uses_restart(death: Death) -> bool:
 
 
 def restarts_used(state: PolicyState, stage: str, now: float) -> int:
-    """Return the number of restarts of a stage that count at time ``now``."""
+    """Return the number of a stage's restarts that count against its limit at time ``now``."""
     return len(_counted(state, stage, now))
 
 
@@ -37,7 +38,7 @@ def has_restart(state: PolicyState, stage: str, now: float) -> bool:
 
 
 def use_restart(state: PolicyState, stage: str, now: float, pause: float = 0.0) -> Decision:
-    """Count a restart that will happen after ``pause`` seconds, and warn if the limit is near."""
+    """Count a restart that follows after ``pause`` seconds, and warn if the limit is near."""
     counted = _counted(state, stage, now)
     recent = (*(at + pause for at in counted), now + pause)
     state = dataclasses.replace(
@@ -60,5 +61,5 @@ def _counted(state: PolicyState, stage: str, now: float) -> tuple[float, ...]:
 
 
 def _is_near(used: int, limit: int) -> bool:
-    """Return whether at most a fifth of the restarts or a single restart is left."""
+    """Return whether at most one restart, or at most a fifth of the restarts, is left."""
     return used > 0 and limit - used <= max(1, limit // 5)

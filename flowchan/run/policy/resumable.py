@@ -13,7 +13,7 @@ from flowchan.run.policy.lineage import FinishedItems
 
 
 def refuse_unless_resumable(graph: Blueprint) -> None:
-    """Raise ``GraphError`` with all stages that prevent runs of ``graph`` from being resumed, if any."""
+    """Raise ``GraphError`` if stages prevent runs of ``graph`` from being resumed; name all these stages."""
     problems = [
         Problem("resume", stage.name, stage.where, f"resume= does not support {reason}")
         for stage in graph.stages
@@ -24,7 +24,7 @@ def refuse_unless_resumable(graph: Blueprint) -> None:
 
 
 def _reason_against(graph: Blueprint, stage: Stage) -> str:
-    """Explain why a stage prevents resuming, with a remedy, or return an empty string if it does not."""
+    """Explain why runs with a stage cannot be resumed, with a remedy. Return "" if they can be."""
     if stage.operator.outside:
         return "an input, because a later run cannot read its items again; use source()"
     if stage.operator.routes:
@@ -67,7 +67,7 @@ def shape_digest(graph: Blueprint) -> bytes:
 
 
 def finished_by_stage(graph: Blueprint, bits: bytes) -> dict[str, FinishedItems]:
-    """Return the finished items of each source, after checking that the source still has them.
+    """Check that each source still has its finished items, and return these items.
 
     Raise ``GraphError`` if a source is shorter than its last finished item requires.
     """

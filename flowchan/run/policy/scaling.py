@@ -1,7 +1,7 @@
 """Change the number of a stage's workers during a run (R13).
 
 New workers get numbers that the stage has not used before. Workers with the highest numbers are removed
-first, each after its current item. A worker that is being removed does not count.
+first, each after its current item. A worker that is being removed no longer counts as a worker of the stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Number of workers of a stage that can be scaled, and the time that they have worked.
+    """Number of workers of a stage that can be scaled, and the time for which they have worked.
 
     Attributes:
         workers: Number of workers.
@@ -29,7 +29,7 @@ class Size:
     spent: float = 0.0
 
     def seconds(self, now: float) -> float:
-        """Return the time that all workers together have spent until ``now``, in seconds."""
+        """Return the total time of all workers until ``now``, in seconds."""
         return self.spent + self.workers * (now - self.since)
 
 

@@ -4,10 +4,10 @@ All random numbers in a worker's process derive from the worker's seed. The seed
 the stage, the worker's number and its incarnation. Runs with equal seeds therefore draw equal numbers, but a
 replacement draws other numbers than the dead worker.
 
-:func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process. It
-seeds modules that are already imported at once, because a forked process inherits their state. It seeds other
-modules when they are imported. Worker threads share the generators with the rest of the program, so nothing
-is seeded for them.
+:func:`begin` seeds the global generators of ``random``, ``numpy.random`` and torch in a worker's process.
+Already imported modules are seeded at once, because a forked process inherits their state. Other modules are
+seeded when they are imported. Worker threads share the generators with the rest of the program. Nothing is
+seeded for them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Worker:
         stage: Name of its stage.
         number: Number of the worker in the stage, from 1.
         workers: Number of workers in the stage.
-        seed: Random seed below 2 ** 63. It differs between workers and incarnations, but is the same in runs
-            with equal seeds.
+        seed: Random seed below 2 ** 63. The seed differs between workers and incarnations, but is the same in
+            runs with equal seeds.
         incarnation: Number of earlier processes with this worker's number.
         host: Name of its host; empty on the program's machine.
 
@@ -133,7 +133,7 @@ def _seed(module: ModuleType, seed: int) -> None:
 
 
 class _SeedOnImport:
-    """Module finder that seeds a module after its import; other finders locate the module."""
+    """Module finder that lets other finders locate a module, and seeds it after its import."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

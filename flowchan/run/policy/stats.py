@@ -53,7 +53,7 @@ class WorkSeconds:
 
     @property
     def work(self) -> float:
-        """Return the part of ``working`` in which the worker did not wait, in seconds."""
+        """Return the part of ``working``, in seconds, in which the worker did not wait."""
         return max(0.0, self.working - self.input - self.place - self.turn)
 
     def since(self, earlier: WorkSeconds) -> WorkSeconds:
@@ -165,7 +165,7 @@ class StageStats:
         waiting_input: Share of the time spent waiting for an item.
         waiting_output: Share of the time spent waiting to put, including ``waiting_turn``.
         hosts: Hosts on which workers may run.
-        pids: Process ids of the live workers, in the order of their numbers.
+        pids: Process IDs of the live workers, in the order of their numbers.
         members_failed: Number of failed batch members whose batches continued without them.
         waiting_turn: Share of the time in which an ordered stage's outputs waited for earlier items.
         cores: CPU seconds per second; ``None`` if unknown.
@@ -222,8 +222,8 @@ class StageStats:
     def state(self) -> StageState:
         """Return "starting" until a worker has built its callable, then "running", and finally "ended".
 
-        After the death of all its workers, a stage is "starting" again. An input has no workers, so it counts
-        as ended.
+        After the death of all its workers, a stage is "starting" again. An input has no workers, and
+        therefore counts as ended.
         """
         if not self.alive:
             return "ended"
@@ -291,7 +291,7 @@ class EdgeStats:
 
     @property
     def left(self) -> int:
-        """Return the number of items put but not taken, which are in the channel or were discarded."""
+        """Return the number of items that were put but not taken: items in the channel or discarded."""
         return self.put - self.passed
 
 

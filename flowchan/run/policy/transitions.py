@@ -70,7 +70,7 @@ class PolicyState:
         sizes: Sizes of the stages that can be scaled.
         leaving: Workers that end after their current item, because the stage is being scaled down.
         services: Workers of services, which end after all others.
-        services_end: True if the run has asked the services to end.
+        services_end: True if the run has already asked the services to end.
     """
 
     alive: frozenset[WorkerId]
@@ -113,7 +113,7 @@ class PolicyState:
         return self.phase in ("running", "stopping")
 
     def ends_with_peers(self, worker: WorkerId) -> bool:
-        """Return whether a worker's process may end without a report.
+        """Return whether a worker's process may end without a report, because its gang ends or restarts.
 
         The worker must have reported a missing peer, or its gang must be restarting.
         """
@@ -186,7 +186,7 @@ def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bo
 
 
 def run_stuck(state: PolicyState, failure: Failure, now: float) -> Decision:
-    """End a run with a failure because it cannot continue, although no worker has failed."""
+    """End a run with a failure because the run cannot continue, although no worker has failed."""
     if not state.goes_on:
         return state, ()
     failures = (*state.failures, failure)
@@ -210,7 +210,7 @@ def run_aborted(state: PolicyState, now: float) -> Decision:
 
 
 def without_member(state: PolicyState, worker: WorkerId) -> PolicyState:
-    """Return the state without a worker of an elastic gang that has ended.
+    """Return the state without an elastic gang's worker that has ended.
 
     The other workers of the gang will form a group without it.
     """

@@ -1,1 +1,1 @@
-"""Run one worker: build its callable, run its operator's loop, and forward its requests and log records."""
+"""Run a worker: build its callable, run its operator's loop, and forward its requests and log records."""

@@ -1,8 +1,8 @@
 """Define the loops of the operators for ``async def`` functions.
 
-They correspond to the loops in ``operator_loops.py``, but await where those block. With ``workers=n``, a
-stage runs n tasks in one event loop. Each task has its own ports, so ordering, errors, retries and ends work
-as they do with n threads.
+They correspond to the loops in ``operator_loops.py``, but await where those loops block. With ``workers=n``,
+a stage runs n tasks in one event loop. Each task has its own ports. Ordering, errors, retries and ends
+therefore work as they do with n threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowchan.run.worker.operator_job import SKIPPED, OperatorJob, is_end_of
 
 
 async def _call(job: OperatorJob, item: Any) -> Any:
-    """Call the function with ``item``, and retry after errors as often as the stage allows.
+    """Call the function with ``item``. After an error, retry as often as the stage allows.
 
     Return the result, or SKIPPED if the item finally failed.
     """
@@ -87,7 +87,7 @@ async def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put all elements that the function returns for each item; a retry does not repeat any of them."""
+    """Put all elements that the function returns for each item. A retry puts no element twice."""
     async for item in items:
         emitted = 0  # number of outputs that a retry must skip
         for attempt in range(1, job.retries + 2):
@@ -119,7 +119,7 @@ async def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 @contextlib.asynccontextmanager
 async def _does_not_count(limit: asyncio.Timeout) -> AsyncIterator[None]:
-    """Stop the clock of the item's time limit while the worker waits for room in its output."""
+    """Stop the item's time limit while the worker waits for room in its output."""
     until, clock = limit.when(), asyncio.get_running_loop().time
     remaining = None if until is None else until - clock()
     limit.reschedule(None)

@@ -2,8 +2,8 @@
 
 For deadlock detection, the supervisor asks whether these tasks can still make progress. An event loop without
 timers, sockets or due callbacks calls its selector without a timeout. If, in addition, every task awaits a
-channel of the graph, only a channel can wake the loop. Any other wait counts as work, for example for a
-future or for another task. So does a wait for a channel in the user's own event loop.
+channel of the graph, only a channel can wake the loop. Any other wait, for example for a future or for
+another task, counts as work. A wait for a channel in the user's own event loop also counts as work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STACKS_WITHIN_S = 1.0
 
 
 class _Selector(selectors.DefaultSelector):
-    """Selector that records whether only other threads can wake its event loop."""
+    """Selector that knows whether only other threads can wake its event loop."""
 
     is_idle = False
 
@@ -50,7 +50,7 @@ class _Selector(selectors.DefaultSelector):
 class StageLoop(asyncio.SelectorEventLoop):
     """Event loop that knows whether only channels can wake it.
 
-    ``starter`` is the task that starts the workers and waits for them. It does not count as work.
+    ``starter`` is the task that starts the workers and waits for them. This task does not count as work.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class StageLoop(asyncio.SelectorEventLoop):
         self.starter: asyncio.Task[Any] | None = None
 
     def has_only(self, tasks: Collection[asyncio.Task[Any] | None]) -> bool:
-        """Return whether the loop is idle and runs no task except ``tasks``. Call this on another thread."""
+        """Return whether the loop is idle and has no task except ``tasks``. Call this on another thread."""
         answer: concurrent.futures.Future[bool] = concurrent.futures.Future()
 
         def check() -> None:  # runs in the loop, because other threads must not read its tasks without a GIL
@@ -108,7 +108,7 @@ class Tasks:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Cancel the tasks. Later calls have no effect, so they cannot disturb the tasks' cleanup."""
+        """Cancel the tasks. Later calls have no effect, so that they cannot disturb the tasks' cleanup."""
         with self._lock:
             loop, repeated, self._cancelled = self._loop, self._cancelled, True
         if loop is not None and not repeated:

@@ -21,7 +21,7 @@ _SLOT = struct.Struct("Q")
 
 
 class CancelledRequests:
-    """Board of cancelled requests. Other processes open it by its ``path``."""
+    """Board of cancelled requests. Other processes open the board by its ``path``."""
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("flowchan questions")
@@ -39,7 +39,7 @@ class CancelledRequests:
 
 
 def use_board(path: str) -> None:
-    """Set the board of this host. An agent calls this function before it starts workers."""
+    """Set the board for all workers of this host. An agent calls this function before it starts workers."""
     global _of_host
     _of_host = path
 
@@ -71,5 +71,5 @@ def _memory(path: str) -> mmap.mmap | None:
 
 
 def forget_boards() -> None:
-    """Close the boards that this process has opened, because the next run may reuse their paths."""
+    """Close the boards that this process has opened. The next run may reuse their paths."""
     _memory.cache_clear()

@@ -1,4 +1,4 @@
-"""Let a worker of a gang join the gang's groups, one after another."""
+"""Let a gang's worker join the gang's groups, one after another."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ class GangMembership:
                 self._await_membership(self._failure_of(error))
 
     def _failure_of(self, error: MemberDied) -> Failure:
-        """Return the failure to report, or raise ``error`` if no other group can follow."""
+        """Return the failure to report for ``error``, or raise ``error`` if no group can follow."""
         if self._next is None:
             raise error
         return Failure(self._worker, Portable(error), None, os.getpid())
 
     def _await_membership(self, over: Failure | None) -> None:
-        """Report that the group has ended, and wait for the next membership.
+        """Report that the worker's group has ended, and wait for the next membership.
 
         Raise :class:`Broken` if one of the worker's channels breaks first.
         """
@@ -105,8 +105,8 @@ class GangMembership:
         """Leave the group, and let the other members know whether this worker failed.
 
         The worker leaves in order unless it has lost a member, its outputs have no readers, or one of its
-        channels is broken. In these cases it abandons the group: its agent may have died, in which case the
-        whole gang restarts.
+        channels is broken. In these three cases, the worker abandons the group, because its agent may have
+        died. The whole gang then restarts.
         """
         if self._member is None:
             return

@@ -1,4 +1,4 @@
-"""Assign this machine's GPUs to workers, as many to each as its stage requests with ``gpus=``.
+"""Assign this machine's GPUs to workers. A stage requests a number per worker with ``gpus=``.
 
 With ``gpus=0.5``, two workers share a GPU.
 """
@@ -32,7 +32,7 @@ class Gpus:
         self._held: dict[WorkerId, tuple[list[str], float]] = {}
 
     def take(self, id: WorkerId, number: float) -> str | None:
-        """Reserve GPUs for a worker, and return its ``CUDA_VISIBLE_DEVICES``; ``None`` leaves it unchanged.
+        """Reserve GPUs for a worker. Return its ``CUDA_VISIBLE_DEVICES``, or ``None`` to leave it unchanged.
 
         A number below 1 reserves a share of one GPU. Raise :class:`flowchan.HostError` if too few GPUs are
         free.
@@ -64,7 +64,7 @@ def _whole(free: dict[str, float]) -> list[str]:
 
 
 def _shared(free: dict[str, float], share: float) -> list[str]:
-    """Return the GPU with the smallest free share that suffices, to keep other GPUs free as a whole."""
+    """Return the GPU with the smallest sufficient free share, so that other GPUs stay wholly free."""
     fitting = [name for name, left in free.items() if left > share - _NEARLY]
     return [min(fitting, key=lambda name: free[name])] if fitting else []
 

@@ -2,12 +2,12 @@
 
 Algorithm. A source puts a few items per second into boxes (``SampledItem``), each with a new mark. Every
 worker's ports unpack these items and call the worker's recorder. While a worker holds sampled items, its
-outputs get their marks. Only the first output into each channel is marked, so an item with many outputs is
-followed only once. The recorder measures when an item was taken and when its first output was put. It sends
-these times at intervals and when the worker ends.
+outputs get the marks of these items. Only the first output into each channel is marked. An item with many
+outputs is therefore followed only once. The recorder measures when an item was taken and when its first
+output was put. The recorder sends these times at intervals and when the worker ends.
 
-Sampling. If samples come too fast, a source doubles the number of items between two samples. If they come too
-slowly, it halves that number. This bounds the number of samples per second at any item rate.
+Sampling. If samples come too fast, a source doubles the number of items between two samples. If samples come
+too slowly, the source halves that number. This bounds the number of samples per second at any item rate.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ItemRecorder:
             self._send(now)
 
     def boxed(self, port: int, item: Any) -> Any:
-        """Put an output into a box, unless its port already has a marked output."""
+        """Put an output into a box, unless an earlier output of its port already carries the marks."""
         if port in self._sent_to:
             return item
         self._put_at.setdefault(port, time.monotonic_ns())
@@ -89,7 +89,7 @@ class ItemRecorder:
         return item if self._next is None else SampledItem(item, (self._next,))
 
     def sent(self, port: int) -> int:
-        """Record that a box was put. For a source, return the number of items until the next sample."""
+        """Record that a box was put. In a source, return the number of items until the next sample."""
         if self._next is None:
             self._sent_to.add(port)
             return 0
@@ -106,7 +106,7 @@ class ItemRecorder:
         return self._every
 
     def end(self) -> None:
-        """Treat the items that the worker holds as finished, and send the remaining spans."""
+        """Treat the items that the worker still holds as finished, and send the remaining spans."""
         for port in list(self._held):
             self.finished(port)
         self._send(time.monotonic_ns())
@@ -153,7 +153,7 @@ def first_mark(stage: int, worker: int, incarnation: int) -> int:
 
 
 def source_of(mark: int) -> int:
-    """Return the source that created a mark, as a position in the graph."""
+    """Return the source that created a mark, as the source's position in the graph."""
     return mark >> 64
 
 

@@ -28,7 +28,7 @@ def exceeded(stage: Stage) -> str:
 
 
 def set_message(words: str, error: BaseException, limit: asyncio.Timeout) -> None:
-    """Set the message of ``error`` to ``words`` if the error came from ``limit`` without a message."""
+    """Set the message of ``error`` to ``words`` if ``limit`` raised the error without a message."""
     if limit.expired() and isinstance(error, TimeoutError) and not error.args:
         error.args = (words,)
 
@@ -39,7 +39,7 @@ def has_exceeded(stage: Stage, exitcode: int | None) -> bool:
 
 
 def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
-    """Return whether an item has timed out so often that it must fail.
+    """Return whether an item has exceeded its time limit so often that the item must fail.
 
     ``predecessors`` describes how the earlier workers that held the item died.
     """
@@ -50,7 +50,7 @@ def gives_up(stage: Stage, predecessors: tuple[str, ...]) -> bool:
 
 
 def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
-    """Return ``function`` with the stage's time limit. This works only in a worker process."""
+    """Return ``function`` with the stage's time limit, which works only in a worker process."""
     assert stage.timeout is not None
     seconds = stage.timeout
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a forked process inherits the program's handler
@@ -72,9 +72,10 @@ def limited(function: Callable[..., Any], stage: Stage) -> Callable[..., Any]:
 
 
 def _steps(elements: Iterable[Any], remaining: float) -> Iterator[Any]:
-    """Yield the elements. Computing them may take ``remaining`` seconds in total.
+    """Yield the elements. The computation of all elements may take ``remaining`` seconds in total.
 
-    Time between two elements does not count, because the worker may be waiting for room in its output then.
+    The time between two elements does not count, because the worker may then be waiting for room in its
+    output.
     """
     iterator = iter(elements)
     while True:

@@ -1,4 +1,4 @@
-"""Let a worker wait for its items in transit to other programs before it reports its end.
+"""Before a worker reports its end, let it wait for its items that are on the way to other programs.
 
 A run closes its services after the other stages have ended. The services must get all requests before that.
 """
@@ -11,7 +11,7 @@ _waits: list[Callable[[], object]] = []
 
 
 def before_end(wait: Callable[[], object]) -> None:
-    """Call a function in each worker process before the worker reports that it has ended."""
+    """Have a function called in each worker process before the worker reports its end."""
     _waits.append(wait)
 
 

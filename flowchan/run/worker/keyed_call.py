@@ -1,4 +1,4 @@
-"""Call the function of a keyed stage with an item and, if the stage keeps state, the state of its key."""
+"""Call the function of a keyed stage with an item and, if the stage keeps state, with the key's state."""
 
 from __future__ import annotations
 

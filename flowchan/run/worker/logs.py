@@ -1,8 +1,8 @@
 """Forward log records from workers, local or remote, to the program.
 
-The program's loggers handle these records like its own, so its logging configuration applies under every
-start method. Each record has the attributes ``stage``, ``number`` and ``host`` of the worker. ``processName``
-contains the same information.
+The program's loggers handle these records like the program's own. The logging configuration of the program
+therefore applies under every start method. Each record has the attributes ``stage``, ``number`` and ``host``
+of the worker. ``processName`` contains the same information.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _PLAIN = (str, int, float, bool, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """Log record on its way to the program, as a mapping of its attributes."""
+    """Log record on its way to the program, as a mapping of the record's attributes."""
 
     attributes: Mapping[str, Any]
 
 
 def levels() -> dict[str, int]:
-    """Return the level of each logger in this process whose level is set, by name.
+    """Return the levels that are set for loggers in this process, by the loggers' names.
 
     The root logger has the empty name.
     """
@@ -48,7 +48,8 @@ def _loggers() -> Iterator[logging.Logger]:
 class Sending(logging.Handler):
     """Log handler that sends a worker process's records to the program.
 
-    It sends records during runs. The process of a pool also sends records while it is ending.
+    The handler sends records during runs. In the process of a pool, it also sends records while the process
+    is ending.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ class Sending(logging.Handler):
         set_levels(levels)
 
     def _take_over(self) -> None:
-        """Remove the handlers and filters that a fork or the re-imported main script has brought along.
+        """Remove the handlers and filters that came from a fork or from the re-imported main script.
 
         Otherwise, they would handle each record a second time.
         """

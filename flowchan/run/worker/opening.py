@@ -61,8 +61,8 @@ class Ports:
     def by_parameter(self, unwanted: Callable[[], None] | None = None) -> dict[str, Any]:
         """Return the ports as arguments for the operator's loop.
 
-        If an output has one port for each worker of its reader, these ports become one argument. It calls
-        ``unwanted`` for each item to a worker that has ended.
+        If an output has one port for each worker of its reader, these ports become one argument. This
+        argument calls ``unwanted`` for each item to a worker that has ended.
         """
         ends: dict[str, Any] = dict(self.inputs)
         addressed: dict[str, list[Out[Any]]] = {}

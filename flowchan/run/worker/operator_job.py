@@ -1,4 +1,4 @@
-"""Provide what an operator's loop needs besides its ports, such as the function and failure handling."""
+"""Provide what an operator's loop needs in addition to its ports: the function, failure handling and more."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAILED_ITEM_INTERVAL_S = 0.5
 
 @dataclass
 class OperatorJob:
-    """Everything that an operator's loop needs besides its ports."""
+    """Everything that an operator's loop needs in addition to its ports."""
 
     kind: str
     function: Callable[..., Any]
@@ -78,7 +78,7 @@ class OperatorJob:
         wait_until(time.monotonic() + (self.retry_delay or 0.0), self.is_over, "retry")
 
     def without_failed(self, items: Any, results: Any) -> Any:
-        """Remove the failed members' results from a batch's results.
+        """Remove the results of failed members from a batch's results.
 
         An exception in place of a result means that this member failed. If the number of results does not
         match the number of members, the whole batch fails.
@@ -145,11 +145,11 @@ class OperatorJob:
         return bare(item) if self.tracking is None else unmarked(item)
 
     def parts(self, item: Any, elements: Iterable[Any]) -> Iterable[Any]:
-        """Return the elements that replace ``item``, with marks if the run can be resumed."""
+        """Return the elements into which ``item`` is split, with marks if the run can be resumed."""
         return elements if self.tracking is None else self.tracking.parts(item, elements)
 
     def not_sent(self, out: Out[Any] | Addressed, item: Any, error: Exception) -> None:
-        """Handle an error that putting an output of ``item`` raised.
+        """Handle an error that was raised when an output of ``item`` was put.
 
         If the error means that ``out`` has closed or is broken, raise it. Otherwise, fail the item.
         """
@@ -173,7 +173,7 @@ class OperatorJob:
             self.answering.drop_item(item)
 
     def drop_remaining(self, items: In[Any]) -> int:
-        """Drop the remaining input items, whose outputs would have no reader, and return their number.
+        """Drop the remaining input items, because their outputs have no reader, and return their number.
 
         The callers of ``ask`` whose items are dropped get an error.
         """
@@ -194,7 +194,7 @@ class OperatorJob:
         self.unwanted += 1
 
     def poisoned(self, item: Any, deaths: int, error: Exception | None) -> None:
-        """Fail an item that cannot be processed, so that the worker can continue with the next one.
+        """Treat an item that cannot be processed as failed. The worker then continues with the next item.
 
         Either the item is an :class:`Unreadable`, and ``error`` gives the reason, or ``deaths`` workers have
         died while processing it.
@@ -210,7 +210,7 @@ class OperatorJob:
 
 
 def is_end_of(out: Out[Any] | Addressed, error: BaseException) -> bool:
-    """Return whether ``error`` means that the channel of ``out`` has ended. A put into ``out`` raised it.
+    """Return whether ``error``, raised by a put into ``out``, means that the channel of ``out`` has ended.
 
     Pickling an item can run user code, which may raise the same exceptions about another channel.
     """

@@ -1,9 +1,9 @@
 """Define the loops of the operators.
 
 Each function is the loop of one operator. Like the function of a general stage, it takes items from ports and
-puts items into ports; it also gets an :class:`OperatorJob`. It returns when its input is drained, or raises
-``Closed`` when its output has no readers; both are clean ends. Taking an item finishes the previous one, so a
-loop takes the next item only after all work on the current one.
+puts items into ports; it also gets an :class:`OperatorJob`. The loop returns when its input is drained, or
+raises ``Closed`` when its output has no readers; both are clean ends. Taking an item finishes the previous
+one, so a loop takes the next item only after all work on the current one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _map_between_processes(job: OperatorJob, items: In[Any], out: Out[Any]) -> N
 
 
 def _put_result(job: OperatorJob, out: Out[Any], item: Any, result: Any) -> None:
-    """Put the result for ``item``, unless the item was skipped."""
+    """Put the result for ``item``, unless the item failed and was skipped."""
     if "members" in job.options and result is not SKIPPED:
         result = job.without_failed(item, result)
     if result is not SKIPPED:
@@ -101,7 +101,7 @@ def filter_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 
 
 def flat_map(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
-    """Put all elements that the function returns for each item, each only once even after a retry."""
+    """Put all elements that the function returns for each item. A retry puts no element twice."""
     function = job.function
     for item in items:
         emitted = 0  # number of outputs that a retry must skip
@@ -219,7 +219,7 @@ def reduce(job: OperatorJob, *, items: In[Any], out: Out[Any] | None = None) -> 
 
 
 def batch(job: OperatorJob, *, items: In[Any], out: Out[list[Any]]) -> None:
-    """Put lists of ``size`` items. A list is shorter if the timeout has passed or the input has ended."""
+    """Put lists of ``size`` items, or of fewer items after the timeout or at the end of the input."""
     size, timeout = job.options["size"], job.options["timeout"]
     while True:
         try:
@@ -301,7 +301,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio (Knuth, TAOCP 
 
 
 def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
-    """Put each item into the channel of a worker that is responsible for its key.
+    """Put each item into the channel of a worker that is responsible for the item's key.
 
     With ``spread=m``, m consecutive workers are responsible for a key. To choose one of them, the loop uses
     multiples of the golden ratio, which are evenly distributed for any regular sequence of items.
@@ -360,7 +360,7 @@ def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> N
 
 
 def allreduce(job: OperatorJob, *, out: Out[Any], **inputs: In[Any]) -> None:
-    """Put one combined value per round: the combination of one item from each input that has not ended."""
+    """Put one value per round, which combines one item from each input that has not ended."""
     ports = dict(enumerate(inputs.values(), 1))
     op, to_workers = job.options.get("op", job.function), job.options["to_workers"]
     for number in itertools.count():

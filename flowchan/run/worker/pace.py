@@ -1,9 +1,9 @@
-"""Space out the starts of a stage's items evenly, for the option ``rate=``.
+"""Space the starts of a stage's items evenly, for the option ``rate=``.
 
 Algorithm. This is the generic cell rate algorithm (ITU-T I.371) with a burst of one. The workers of a stage
 share one value per run: the start time of the next item. A worker takes this time for its item and adds one
-interval to the shared value, in one step under a lock. It then waits until its start time. If no item starts
-for a while, the missed starts are lost.
+interval to the shared value, in one step under a lock. The worker then waits until its start time. If no item
+starts for a while, the missed starts are lost.
 
 Invariants. A worker holds the lock only while it reads and writes the value. The kernel releases a file lock
 when the process that holds it ends. A worker that is killed at any point therefore wastes at most one start,
@@ -61,7 +61,7 @@ class SharedPace(Pace):
         os.pwrite(self._file.fd, _TIME.pack(0.0), 0)
 
     def take_start(self) -> float:
-        """Take the next start time. Raise ``Broken`` if the run has ended, because the file is then gone."""
+        """Take the next start time, or raise ``Broken`` if the run has ended and the file is gone."""
         return _taken_from(self._file.fd, self._interval)
 
 

@@ -66,7 +66,7 @@ class PortRelease:
             port._leave_open()
 
     def done(self) -> None:
-        """Stop controlling the ports, because the worker has ended and reported its end."""
+        """Stop controlling the ports, because the worker has reported its end."""
         for port in self._ports.everything():
             port._may_close = None
 

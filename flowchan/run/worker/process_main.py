@@ -1,4 +1,4 @@
-"""Define the main functions of worker processes: one for a single run, one for the runs of a pool."""
+"""Define the main functions of worker processes: one for a single run, and one for a pool's runs."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def pooled_main(
 ) -> None:
     """Act as a worker in one run for each order.
 
-    The process sends ``None`` to ``reports`` whenever it is ready for another order. It ends after the last
-    order or after a failure. Log records that it writes after the last run also go to ``reports``.
+    The process sends ``None`` to ``reports`` whenever it is ready for another order. The process ends after
+    the last order or after a failure. Log records that it writes after the last run also go to ``reports``.
     """
     _prepare(id, parent, devices)
     pooled = PooledCallable()
@@ -114,7 +114,7 @@ def pooled_main(
 
 
 def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
-    """Prepare the process for its worker before any user code is loaded."""
+    """Prepare this process for its worker before any user code is loaded."""
     _core._die_with(parent)
     close_inherited()
     worker_globals.share()
@@ -132,8 +132,8 @@ def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
 def show_name(name: str, end: str = "") -> None:
     """Show a worker's stage and number as the name of this process in ``ps``, ``top`` and debuggers.
 
-    The kernel keeps 15 bytes, of which ``end`` always remains. The command line stays the same, because users
-    search it for the processes of their program.
+    The kernel keeps 15 bytes of a name. ``end`` is always part of them. The command line stays the same,
+    because users search it for the processes of their program.
     """
     name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")
     with contextlib.suppress(OSError):  # this system has no /proc
@@ -143,8 +143,8 @@ def show_name(name: str, end: str = "") -> None:
 class _Work:
     """Runs this process's worker in one run or in several.
 
-    The first run unpickles the stage, and later runs reuse it. A stage with parts that a run may use up, such
-    as a source's iterable or arguments, is unpickled for every run.
+    The first run unpickles the stage, and later runs reuse it. A stage is unpickled for every run if it has
+    parts that a run may use up, such as a source's iterable or arguments.
     """
 
     def __init__(

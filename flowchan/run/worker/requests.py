@@ -42,7 +42,7 @@ _PLAIN = frozenset((str, bytes, int, float, bool, type(None)))
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Item of one ``ask`` call, with the number of the call and the path of the board for cancellations."""
+    """Item of one ``ask`` call, with the call's number and the path of the board that shows cancellations."""
 
     question: int
     item: Any
@@ -67,7 +67,7 @@ def _arrived(question: int, packed: Packed, board: str) -> Request:
 
 
 class _Unknown:
-    """Placeholder for every object except requests while a pickle is searched for requests."""
+    """Placeholder for any object that is not a request, while a pickle is searched for requests."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Unknown:
         return object.__new__(cls)
@@ -78,7 +78,7 @@ class _Unknown:
 
 
 class _Questions(pickle.Unpickler):
-    """Unpickler that creates only the requests of a pickle, so the search runs no user code."""
+    """Unpickler that creates only the requests in a pickle, so that the search runs no user code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == (SampledItem.__module__, SampledItem.__name__):
@@ -97,7 +97,7 @@ def _question(number: int, _: Any, board: str) -> Request:
 
 
 def _questions_in(item: Unreadable) -> Any:
-    """Return an unreadable item reduced to its requests, or ``None`` if its pickle cannot be searched."""
+    """Return only the requests in an unreadable item, or ``None`` if its pickle cannot be searched."""
     try:
         return _Questions(io.BytesIO(item.data), buffers=itertools.repeat(b"")).load()
     except Exception:
@@ -168,13 +168,13 @@ class Answering:
         return item
 
     def _is_usable(self, member: Request) -> bool:
-        """Return whether a member is readable and its caller is waiting. Refuse an unreadable member."""
+        """Return whether a batch member is readable and its caller waits. Refuse an unreadable member."""
         if type(member.item) is NotRead:
             self.refuse(member, member.item.error)
         return type(member.item) is not NotRead and not is_cancelled(member.question, member.board)
 
     def _forwarded(self, item: Any, result: Any) -> Any:
-        """Return the result for the next stage, and answer the requests that end in this stage."""
+        """Return the result for the next stage, and answer the requests that this stage completes."""
         operator, batch = self._stage.operator, has_requests(item)
         members = [item] if type(item) is Request else item if batch else []
         if operator.one_output:
@@ -219,7 +219,7 @@ class Answering:
         self._tell(Answered(self._worker, item.question, value, None))
 
     def refuse(self, item: Request, error: BaseException, failed: int = 0) -> None:
-        """Answer a request with ``error``, and count ``failed`` further failed items of the stage."""
+        """Answer a request with ``error``, and add ``failed`` to the number of failed items of the stage."""
         carried: Any = Portable(error) if self._sends else error
         self._tell(Answered(self._worker, item.question, None, carried, failed))
 
@@ -267,7 +267,7 @@ def answers_in(item: Any, settle: Callable[[int, Any, BaseException | None], Non
 
 
 def without_requests(item: Any, found: Callable[[Request], object]) -> Any:
-    """Call ``found`` with each request in an item. Return the members without a caller, or ``NOTHING``."""
+    """Call ``found`` with each request in an item. Return the item without its requests, or ``NOTHING``."""
     if not (type(item) is Request or has_requests(item)):
         return item
     members = [item] if type(item) is Request else item

@@ -42,7 +42,7 @@ class StackFile:
         self._fd = state["_fd"].detach()
 
     def serve(self) -> None:
-        """Write this process's stacks whenever the signal arrives, even while C code holds the GIL."""
+        """Begin to write this process's stacks at each signal, even while C code holds the GIL."""
         ready = _core._claim_signal(SIGNAL)
         if ready:
             faulthandler.register(SIGNAL, self._fd, all_threads=True)
@@ -65,7 +65,7 @@ class StackFile:
         return dump.decode(errors="replace") if mark else None
 
     def last_words(self) -> str:
-        """Return the dump that the process wrote just before its death, or an empty string."""
+        """Return the stacks that the process wrote just before its death, or an empty string."""
         _, _, dump = self._contents().partition(_DEATH)
         return dump.partition(_END)[0].decode(errors="replace")
 

@@ -2,14 +2,15 @@
 
 Algorithm. Each worker has a write-ahead log in an in-memory file of the program. Before an item's lease ends,
 the worker appends a record: the item's number, its key, and the key's state after the item. A replacement
-reads the log. It removes the record of its first item and any later records.
+reads the log. The replacement removes the record of its first item and any later records.
 
 The states are exact, because a worker takes its items one at a time, in the order of their numbers. Let n be
 the number of the replacement's first item.
 
 - If the worker died before its record of n was complete, the log ends with the items before n.
-- If it died later, but before the lease of n ended, the replacement removes the record of n. It calls the
-  function again with the state from before n, and the channel discards the outputs that it already has.
+- If it died later, but before the lease of n ended, the replacement removes the record of n. The replacement
+  calls the function again with the state from before n, and the channel discards the outputs that it already
+  has.
 - If the lease of an item has ended, the log contains its record, because the worker writes the record first.
   The number of this item is less than n.
 
@@ -44,7 +45,7 @@ _START = struct.Struct("<Q")
 
 
 class StateLog:
-    """Pair of in-memory files, one of which is a worker's current log."""
+    """Pair of in-memory files. One of them is a worker's current log."""
 
     def __init__(self) -> None:
         self.files = (ProgramFile("flowchan state"), ProgramFile("flowchan state"))
@@ -93,7 +94,7 @@ class KeyedStates:
                 self._values[state.key] = pickle.loads(self._pickled[state.key])[1]
 
     def skip(self) -> None:
-        """Before the worker's first item, restore the states that the dead worker has logged."""
+        """Restore, before the worker's first item, the states that the dead worker has logged."""
         if not self._is_read:
             assert self._log is not None
             self._read_before(self._reader._number, self._log)

@@ -1,11 +1,11 @@
 """Try a batch's members one at a time, after workers died while processing the whole batch.
 
-A batch is a single item of its stage, so one member that kills its worker would make all others fail as well.
-If one more death would use up ``max_deaths``, a ``map`` after a ``batch`` therefore gets the members one at a
-time, in batches of one.
+A batch is a single item of its stage. One member that kills its worker would therefore make all other members
+fail as well. For this reason, a ``map`` after a ``batch`` gets the members one at a time if one more death
+would use up ``max_deaths``.
 
-Algorithm. The worker reports each member before it calls the function (``TriesMember``), so the crew knows
-which member killed the worker. The replacement skips this member and tries the others. In the end, the
+Algorithm. The worker reports each member before it calls the function (``TriesMember``), so that the crew
+knows which member killed the worker. The replacement skips this member and tries the others. In the end, the
 members that killed a worker fail, and the results of the others form the batch's result. If a call with one
 member does not return a list of one result, the worker calls the function again with all remaining members.
 

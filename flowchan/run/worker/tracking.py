@@ -1,4 +1,4 @@
-"""Track which source items each item descends from, in a run that can be resumed (R14).
+"""Track the source items from which each item descends, in a run that can be resumed (R14).
 
 In such a run, channels carry pairs of marks and the user's item; a batch is a list of such pairs. The marks
 identify the source items from which the item descends (``lineage``). A wrapper around the user's function
@@ -109,7 +109,7 @@ class Tracking:
         self._tell((marks, number))
 
     def _begin_split(self, item: Any) -> Marks:
-        """Begin to split an item. If it is a retry of the same item, remember the parts that were put."""
+        """Begin to split an item. In a retry of the same item, remember the parts that were already put."""
         marks = marks_of(item)
         whole = marks[0] if marks else None
         if whole != self._whole:

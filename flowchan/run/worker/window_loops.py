@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ArrivalClock:
-    """Clock for times of arrival, which follows the system's clock but never goes back.
+    """Clock for times of arrival. The clock follows the system's clock but never goes back.
 
     If the system's clock is set back, this clock continues at its normal speed, so that open windows still
     end.
@@ -39,7 +39,7 @@ class ArrivalClock:
 
 
 class Clock:
-    """Determines the times of the items of one stream, and keeps the latest time.
+    """Determines the times of one stream's items, and keeps the latest time.
 
     Args:
         time_of: Function that returns the time of an item in seconds, or None to use the time of arrival.
@@ -88,7 +88,7 @@ class CountWindows:
             yield windows.popleft()
 
     def rest(self) -> Iterator[Window[Any]]:
-        """Yield the first open window of each key, unless complete windows contain all its items."""
+        """Yield the first open window of each key, unless complete windows contain all of its items."""
         for key, windows in self._open.items():
             if windows and self._emitted.get(key, 0) < self._counts[key]:
                 yield windows[0]
@@ -124,7 +124,7 @@ class TimeWindows:
         return window
 
     def close(self, until: float) -> Iterator[Window[Any]]:
-        """Close and yield the windows that end by a given time, in the order of their ends."""
+        """Close the windows that end at or before a given time, and yield them in the order of their ends."""
         self._closed = max(self._closed, until)
         while self._ends and self._ends[0][0] <= until:
             yield self._open.pop(heapq.heappop(self._ends)[2])

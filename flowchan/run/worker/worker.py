@@ -225,8 +225,8 @@ def _try_again(
 ) -> None:
     """Decide whether to try the first item again, although workers have died while processing it.
 
-    An item that has timed out too often fails; timeouts do not count as deaths. A batch is tried again as
-    long as each death reveals another member that kills its worker.
+    An item that has exceeded its time limit too often fails. Exceeded time limits do not count as deaths. A
+    batch is tried again as long as each death reveals another member that kills its worker.
     """
     job.predecessors, deaths = suspicion.deaths, len(suspicion.deaths)
     late = 0 if stage.timeout is None else suspicion.deaths.count(item_timeout.exceeded(stage))
@@ -278,7 +278,7 @@ def end(
 
 
 def _told(tell: Callable[[Event], None], last: Event) -> bool:
-    """Report the last event of a worker. Return False if the run has already ended."""
+    """Report a worker's last event, or return False if the run has already ended."""
     try:
         tell(last)
     except (Closed, Broken):
@@ -304,8 +304,8 @@ def with_short_traceback(error: BaseException, ports: Ports) -> BaseException:
 def _clean_end(error: BaseException, ports: Ports) -> bool:
     """Return whether the error only means that one of the worker's channels has ended.
 
-    flowchan cancels the task of an async worker when its channels have ended. If the user's own tasks find
-    this out first, they raise an exception group.
+    flowchan cancels the task of an async worker when its channels have ended. If the user's own tasks notice
+    this end first, they raise an exception group.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(_clean_end(one, ports) for one in error.exceptions)

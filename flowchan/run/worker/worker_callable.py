@@ -56,7 +56,7 @@ def built(function: Function | None) -> Iterator[Function]:
 
 
 class AsyncCallable:
-    """Callable that async workers share: the first builds it, and the last closes it.
+    """Callable that async workers share. The first worker builds it, and the last worker closes it.
 
     Args:
         workers: Number of workers that use the callable.

@@ -33,7 +33,7 @@ UNIT = 512
 
 
 class ArenaFull(Exception):
-    """No device memory can be shared, so the tensor is copied through host memory."""
+    """Raised if no device memory can be shared. The tensor is then copied through host memory."""
 
 
 class Device(Protocol):
@@ -79,7 +79,7 @@ class Device(Protocol):
         """Make an event for this process alone."""
 
     def record(self, event: Any, device: str) -> None:
-        """Enqueue the event."""
+        """Enqueue the event on the current stream."""
 
     def wait(self, event: Any, device: str) -> None:
         """Make later work on the stream wait for the event's latest record."""
@@ -131,7 +131,7 @@ class SharedEvent:
 
 
 class Block:
-    """Part of an arena, on loan until its last reference is dropped."""
+    """Part of an arena, reserved until the last reference to the block is dropped."""
 
     __slots__ = ("_back", "arena", "event", "offset", "size")
 
@@ -180,7 +180,7 @@ class ArenaPool:
         return None
 
     def _collect(self) -> None:
-        """Free the returned blocks whose writes the device has finished."""
+        """Free the returned blocks to which the device has finished writing."""
         for _ in range(len(self._back)):
             arena, offset, size, event = entry = self._back.popleft()
             if event is not None and not self._device.done(event.event):

@@ -2,8 +2,8 @@
 
 Copies, streams and events use torch. Shared memory uses the driver directly, with functions that every driver
 since CUDA 9 has. Memory from torch's allocator is not used, because some of it, such as expandable segments,
-has no handle. Torch's method of sharing storages is not used either, because it keeps its reference counts in
-files. Like torch, each call uses the device's primary context.
+has no handle. Torch's own method of sharing storages is not used either, because torch keeps its reference
+counts in files. Like torch, each call uses the device's primary context.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from flowchan.transport.pidfd import open_pidfd
 
 
 class Owner:
-    """Another process, with the memory and events that this process has opened of it."""
+    """Another process, whose memory and events this process has opened."""
 
     def __init__(self, pid: int) -> None:
         self.arenas: dict[tuple[str, int], tuple[Device, str, Any]] = {}
@@ -29,7 +29,7 @@ class Owner:
             pass
 
     def has_ended(self) -> bool:
-        """Return whether the process has certainly ended."""
+        """Return whether it is certain that the process has ended."""
         if self._fd is not None and self._poll.poll(0):
             self._ended = True
         return self._ended

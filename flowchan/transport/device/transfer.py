@@ -10,7 +10,7 @@ ended. If a worker dies, its item returns to the channel unchanged, even if the 
 cost is two copies at the speed of device memory, and memory for the contents of all items in flight.
 
 *Lifetime of a block.* A block is kept until its item has ended and the receiver's copy is complete. The item
-is PINNED (frame.hpp): it has an id, and the channel knows which ids exist. A receiver keeps the item alive
+is PINNED (frame.hpp): it has an ID, and the channel knows which IDs exist. A receiver keeps the item alive
 through a view (``keep``) until its copy is complete. If a receiver is killed, the channel detects the death
 and releases the item. A process does not exit before all its blocks are released or no process can read them
 any more. If nothing is read for ``FLOWCHAN_CUDA_EXIT_WAIT`` seconds (60), the process prints a message and
@@ -59,7 +59,7 @@ POLL_INTERVAL_S, IDLE_POLLS = 0.02, 25
 
 
 class DeviceKind(NamedTuple):
-    """Location of an item's contents: the device and its type, the memory, and the memory's owner."""
+    """Location of an item's contents: the device, its type, the memory, and the process that owns it."""
 
     kind: str
     device: str
@@ -89,7 +89,7 @@ class Arrived(bytes):
 
 
 class DeviceParcel:
-    """Blocks of one item. Once the item is in a channel, the core calls this object with the channel."""
+    """Blocks of one item. When the item is in a channel, the core calls this object with the channel."""
 
     def __init__(self, id: int, blocks: list[Block]) -> None:
         self.id, self.blocks = id, blocks
@@ -99,7 +99,7 @@ class DeviceParcel:
 
 
 class KeptExport:
-    """Blocks kept for the items of one channel, by id."""
+    """Blocks kept for the items of one channel, by ID."""
 
     def __init__(self, channel: Any) -> None:
         self.channel = channel
@@ -156,7 +156,7 @@ class TransferState:
                 kept.sweep()
 
     def sweep(self) -> None:
-        """Release blocks that no item needs, and all blocks of a channel that no process can read."""
+        """Release blocks that no item needs, and all blocks for a channel from which no process can read."""
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
@@ -235,7 +235,7 @@ def _exporter(buffer: pickle.PickleBuffer) -> object:
 
 
 class Copy(NamedTuple):
-    """Copy in progress on a receiver's device, and the view that keeps the item alive until it is done."""
+    """Copy in progress on a receiver's device, and the view that keeps the item alive until the copy ends."""
 
     device: Device
     event: Any
@@ -244,7 +244,7 @@ class Copy(NamedTuple):
 
 
 def arrivals(keep: Any, buffers: list[Any]) -> list[Any]:
-    """Return the buffers of a PINNED item, with ``keep`` attached for ``_rebuild``."""
+    """Return the buffers of a PINNED item, with ``keep`` attached so that ``_rebuild`` can use it."""
     for index, buffer in enumerate(buffers):
         if isinstance(buffer, bytes) and buffer.startswith(MAGIC):
             buffers[index] = Arrived(buffer)
@@ -280,7 +280,7 @@ def _rebuild_from_host(kind: str, identity: str, pid: int, host: Any, form: Any)
 
 
 def _rebuild_from_host_memory(kind: str, identity: str, number: int, host: Any, form: Any) -> Any:
-    """Make the tensor on the same device if it is visible, otherwise on the device with the same number."""
+    """Make the tensor on the sender's device if it is visible, or else on the device with the same number."""
     device = _state.device(kind)
     seen = device.visible()
     if identity in seen:
@@ -371,7 +371,7 @@ def settle() -> None:
 
 
 def _settle_in_background() -> None:
-    """Release items in the background for a while, in case this process receives no further item."""
+    """Release items in the background for a while, because this process may receive no further item."""
     with _state.lock:
         if not _state.settling:
             _state.settling = True
@@ -395,7 +395,7 @@ def _settle_loop() -> None:
 
 
 def _wait_at_exit() -> None:
-    """Wait until other processes have read this process's memory, or no process can read it any more.
+    """Wait until other processes have read this process's memory, or until none can read it any more.
 
     During a run, this wait has no time limit, because the supervisor ends this process when the run is over.
     """

@@ -1,8 +1,9 @@
 """Implement the program's side of a run, which starts and ends the run, and exchanges messages with workers.
 
 The last stage, ``results``, only lends its ports to the program, which reads from them directly. A thread
-between the parts and the program would interrupt a part twice per batch: when it wakes up, and when it wakes
-the program. A watcher thread waits until the run ends, so callers that are waiting always return.
+between the parts and the program would interrupt a part twice per batch. The first interruption would be its
+own wake-up, and the second that of the program. A watcher thread waits until the run ends, so that callers
+that are waiting always return.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from flowchan.pipelines.sequential.tensor_trees import mapped
 class PipelineRun:
     """One run of a graph that a subclass declares.
 
-    The run's threads refer to this object, so it must not refer to any object that closes the run in its
-    finalizer.
+    The run's threads refer to this object. A :class:`PipelineRun` must therefore not refer to any object that
+    closes the run in its finalizer.
     """
 
     run: Run
@@ -60,7 +61,7 @@ class PipelineRun:
         self._ending: Channel[None] = Channel(1)
 
     def lend(self, *streams: Stream[Any]) -> None:
-        """Declare the last stage, which lends its ports for one or two streams."""
+        """Declare the last stage, which lends its ports for one or two streams to the program."""
         self.graph.stage(self._lend if len(streams) > 1 else self._lend_one, *streams, name="results")
 
     def _lend(self, outputs: In[Any], others: In[Any]) -> None:
@@ -87,7 +88,7 @@ class PipelineRun:
         return ()
 
     def receive(self, port: Any, item: Any) -> None:
-        """Handle an item that the last stage has read; by default, ignore it."""
+        """Handle an item that the last stage has read (default: ignore the item)."""
 
     def start(self, inputs: Sequence[Input[Any]]) -> None:
         """Start the run, which ends when all ``inputs`` are closed."""
@@ -122,7 +123,7 @@ class PipelineRun:
         return self.started and not self.over.is_set()
 
     def close(self) -> None:
-        """Let the run finish the items in flight and then end; return at once, without taking a lock."""
+        """Let the run finish the items in flight and then end. Return at once, without taking a lock."""
         self.closed = True
         for port in self.inputs:
             port.close()
@@ -130,7 +131,7 @@ class PipelineRun:
             self._ending.put_nowait(None)
 
     def end(self, at_once: bool = False) -> None:
-        """End the run and wait until it has ended; unless ``at_once``, finish the items in flight first."""
+        """End the run, and wait for its end. Unless ``at_once`` is true, finish the items in flight first."""
         if self._watcher is not None:
             self.close()
             if at_once:
@@ -175,13 +176,13 @@ class WorkersRun(PipelineRun):
             self.put(self.jobs[0].owners.of[-1], Item((what, last, chunk), self.on_cpu(piece)))
 
     def on_cpu(self, value: Any) -> Any:
-        """Prepare a value to be sent: for another process, move it to CPU memory."""
+        """Prepare a value to be sent. If it goes to another process, move it to CPU memory."""
         if not self.own_processes:
             return value
         return mapped(lambda tensor: tensor.detach().cpu().contiguous(), value)
 
     def changed(self, job: Assignment) -> list[Numbers]:
-        """Return the program's changes since the last command, for a worker's parts on other hosts."""
+        """Return the program's changes to a worker's remote parts since the last command."""
         return [tensors.changed() for tensors in self._synced[job.worker]]
 
     def answers(self) -> tuple[list[WorkerAnswer], dict[Key, Any]]:

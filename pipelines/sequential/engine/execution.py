@@ -1,9 +1,9 @@
-"""Run the forward and backward passes of one part, which has a separate autograd graph.
+"""Run the forward and backward passes of one part in a separate autograd graph.
 
 Autograd's graph ends at the borders of the part. Inputs are detached, and become leaves if their gradients
 are needed. The backward pass starts from the gradients of the outputs and returns the gradients of the
-leaves. The previous part continues from these gradients. In other words, the chain rule is applied by hand at
-the borders.
+leaves. The previous part continues from these gradients. In other words, this module applies the chain rule
+at the borders of parts.
 
 *Recompute* (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): the first forward pass keeps
 only its input. Before the backward pass, the forward pass is repeated with the same random numbers.
@@ -58,7 +58,7 @@ class Passed(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    """Forward pass with its autograd graph.
+    """Completed forward pass, with its autograd graph.
 
     The object stores the leaves whose gradients are needed, and the outputs that may receive gradients.
     """
@@ -115,7 +115,7 @@ class Execution:
     ) -> Passed:
         """Run the forward pass of a micro-batch, and return the detached outputs.
 
-        ``soon`` means that the backward pass follows immediately, so recomputing would save no memory.
+        ``soon`` means that the backward pass follows immediately. Recomputing would then save no memory.
         """
         if self._recompute and not soon:
             with torch.no_grad(), self._counting():
@@ -180,8 +180,8 @@ class Execution:
     ) -> tuple[Tensor | None, ...]:
         """Run the backward pass of a micro-batch without changing any ``grad``.
 
-        Returns the gradients of the inputs that require one, followed by the gradients of ``parameters``. If
-        ``keep`` is true, the autograd graph is kept for another backward pass.
+        Returns the gradients of the inputs that require a gradient, followed by the gradients of
+        ``parameters``. If ``keep`` is true, the autograd graph is kept for another backward pass.
         """
         held = self._held[key] if keep else self._held.pop(key)
         assert isinstance(held, _Forward)
@@ -273,7 +273,7 @@ def may_draw(module: nn.Module) -> bool:
 
 
 def _roots(held: _Forward, gradients: tuple[Tensor | None, ...]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs to start a backward pass from, and their gradients."""
+    """Return the outputs from which a backward pass starts, and their gradients."""
     pairs = zip(held.outputs, gradients, strict=True)
     roots = [(output, given) for output, given in pairs if given is not None and output.requires_grad]
     return [output for output, _ in roots], [given.to(output.device) for output, given in roots]

@@ -183,7 +183,7 @@ def _add(sums: list[Tensor | None], own: set[int], found: tuple[Tensor | None, .
 
 
 def _swaps(module: nn.Module) -> list[Swap]:
-    """Return replacements for parameters that have hooks.
+    """Return replacements for the parameters that have hooks.
 
     The hooks expect the gradient of the whole batch. The micro-batches therefore use another parameter that
     shares the memory but has no hooks.

@@ -1,9 +1,9 @@
 """Implement the worker of a pipe, which owns parts of the model and executes the program's commands.
 
 The program sends commands, the micro-batches for the first part, and the targets for the last part. Channels
-connect each worker with its neighbours. Activations go to the worker of the next part, gradients to the
-worker of the previous part. Before each step, a worker receives the step's inputs. Messages for later steps
-are stored.
+connect each worker with its neighbours. Activations go to the worker of the next part, and gradients go to
+the worker of the previous part. Before each step, a worker receives the step's inputs. Messages for later
+steps are stored.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class PipelineWorker(abc.ABC):
         return self._early.pop(key)
 
     def put(self, key: Key, content: Any) -> None:
-        """Send ``content`` to the worker of part ``key[1]``, or to the program if no part has that number."""
+        """Send ``content`` to the worker of part ``key[1]``, or to the program if no part has this number."""
         port: Out[Any] | None = self.answers
         if 0 <= key[1] < self.job.total:
             side = self.job.owners.towards(self.job.worker, key[1])
@@ -134,7 +134,7 @@ class PipelineWorker(abc.ABC):
         return Passed(self.on_cpu(passed.value), self.on_cpu(passed.skips), passed.wants)
 
     def on_cpu(self, value: Any) -> Any:
-        """Prepare a value to be sent: for another process, move it to CPU memory."""
+        """Prepare a value to be sent. If it goes to another process, move it to CPU memory."""
         return value if not self.job.own_process else mapped(Tensor.cpu, value)
 
     @contextlib.contextmanager

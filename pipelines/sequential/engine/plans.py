@@ -1,4 +1,4 @@
-"""Compute plans: the steps of each worker in a training step. This module does not use torch.
+"""Compute plans, which list each worker's steps in a training step. This module does not use torch.
 
 A plan comes from a named schedule, or from a schedule that the user writes.
 """

@@ -1,4 +1,4 @@
-"""Generate schedules: the order of each worker's steps. This module does not use torch.
+"""Generate schedules, which define the order of each worker's steps. This module does not use torch.
 
 A batch is split into ``chunks`` micro-batches, and a model into ``parts``. Worker w of W holds the parts w, w
 + W, w + 2W, …; in a V it holds w and 2W - 1 - w. A step is the forward (``F``) or backward (``B``) pass of
@@ -14,9 +14,9 @@ et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline 
     1  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
     2  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
 
-*1f1b*: one forward, one backward. Worker w runs W - 1 - w forward passes and then alternates, so it holds at
-most W - w micro-batches. It is as fast as gpipe. Narayanan et al. 2021 (PipeDream-flush), "Memory-Efficient
-Pipeline-Parallel DNN Training". ::
+*1f1b*: one forward, one backward. Worker w runs W - 1 - w forward passes and then alternates. The worker
+therefore holds at most W - w micro-batches. This schedule is as fast as gpipe. Narayanan et al. 2021
+(PipeDream-flush), "Memory-Efficient Pipeline-Parallel DNN Training". ::
 
     0  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     1  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
@@ -33,14 +33,14 @@ Using Megatron-LM". The number before the colon is the part. ::
 
 In the paper, the numbers of micro-batches and of parts must be multiples of W. Here they can be any numbers.
 The schedule for the next multiple is generated, and steps that do not exist are omitted. The remaining order
-is still feasible, so there is no deadlock. Multiples of W are faster, because workers are idle during omitted
-steps.
+is still feasible, so that there is no deadlock. Multiples of W are faster, because workers are idle during
+omitted steps.
 
 *Zero bubble*: a backward pass has two halves. The previous part waits only for the gradients of the inputs
 (``I``). The gradients of the weights (``W``) can be computed at any time before the update, so they can fill
 idle time. The drawings below assume that each half takes as long as a forward pass, as in a linear layer. No
-worker waits for the first part, so its adjacent ``I`` and ``W`` become one ``B``. Qi et al. 2023, "Zero
-Bubble Pipeline Parallelism".
+worker waits for the first part. The adjacent ``I`` and ``W`` of that part therefore become one ``B``. Qi et
+al. 2023, "Zero Bubble Pipeline Parallelism".
 
 *zbh1*: 1f1b in which worker w computes its weight gradients w micro-batches later. Each worker holds at most
 as much as the first worker in 1f1b, and is idle for a third as long. ::
@@ -91,7 +91,7 @@ STEP = re.compile(r"(?:(?P<part>[0-9]+):)?(?P<op>[FBIW])(?P<chunk>[0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The pass of micro-batch ``chunk`` through ``part``, both numbered from 0.
+    """Pass of micro-batch ``chunk`` through ``part``, both numbered from 0.
 
     ``op`` is ``"F"`` (forward), ``"B"`` (backward), or one half of a backward pass: ``"I"`` (gradients of the
     inputs) or ``"W"`` (gradients of the weights).
@@ -133,7 +133,7 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
 
 
 def plan(schedule: Schedule, workers: int, parts: int, chunks: int) -> list[list[Step]]:
-    """Return the steps of each worker, in order; raise the same errors as :func:`steps`."""
+    """Return the steps of each worker, in order. Raise the same errors as :func:`steps`."""
     check("plan", schedule, workers, parts, chunks)
     return [list(steps(schedule, worker, workers, parts, chunks)) for worker in range(workers)]
 
@@ -203,7 +203,7 @@ def _interleaved(worker: int, workers: int, parts: int, chunks: int) -> Iterator
 
 
 def _with_whole_first(steps: Iterable[Step]) -> Iterator[Step]:
-    """Merge both halves of a backward pass through the first part if they are adjacent."""
+    """Merge the two halves of a backward pass through the first part if they are adjacent."""
     last: Step | None = None
     for step in steps:
         if last is not None and step == Step("W", last.chunk, 0):
@@ -265,7 +265,7 @@ class _Both:
         return self._next.get((op, part), 0)
 
     def pay(self) -> None:
-        """Append the oldest postponed step for weight gradients."""
+        """Append the oldest step for weight gradients that was postponed."""
         if self._postponed:
             self.steps.append(self._postponed.popleft())
 
@@ -333,14 +333,14 @@ def _dualpipev(worker: int, workers: int, chunks: int) -> list[Step]:
 
 
 def text(steps: Iterable[Step]) -> str:
-    """Format steps for :func:`parse`: ``F0 F1 B0 B1`` if all are of the same part, else ``0:F0 2:F0 …``."""
+    """Format steps for :func:`parse`: ``F0 F1 B0 B1`` for a single part, ``0:F0 2:F0 …`` for several."""
     ordered = list(steps)
     one = len({step.part for step in ordered}) == 1
     return " ".join(f"{step.op}{step.chunk}" if one else str(step) for step in ordered)
 
 
 def parse(text: str, part: int = 0) -> list[Step]:
-    """Parse the format of :func:`text`; a step without a part number belongs to ``part``.
+    """Parse the format of :func:`text`. A step without a part number belongs to ``part``.
 
     Raises ``ValueError`` for a word that is not a step.
     """

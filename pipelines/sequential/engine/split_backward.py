@@ -76,7 +76,7 @@ class SplitBackward:
 
 @dataclass(slots=True)
 class _Fork:
-    """Node with paths to the inputs, and other paths that lead only to ``weights``."""
+    """Node with paths that lead to the inputs, and other paths that lead only to ``weights``."""
 
     node: Node
     weights: list[Tensor]
@@ -134,7 +134,7 @@ def _leading(roots: Iterable[Node | None], inputs: set[int]) -> dict[Node, bool]
 
 
 def _forks(leads: dict[Node, bool]) -> tuple[list[_Fork], list[Tensor]]:
-    """Return the forks whose weights can wait for the second half, and the weights that cannot."""
+    """Return the forks whose weights can be left to the second half, and the weights that cannot."""
     forks = [
         _Fork(node, _weights(one for one in _following(node) if not leads[one]))
         for node, leads_on in leads.items()
@@ -183,7 +183,7 @@ def _weights(nodes: Iterable[Node | None]) -> list[Tensor]:
 
 
 def _variable(node: Node) -> Tensor | None:
-    """Return the leaf for which a node accumulates gradients, or ``None`` if the node does not."""
+    """Return the leaf for which a node accumulates gradients, or ``None`` for any other node."""
     return getattr(node, "variable", None) if node.name().endswith("AccumulateGrad") else None
 
 

@@ -90,7 +90,7 @@ def middle(
     back: Out[Any],
     job: Assignment,
 ) -> None:
-    """Run a worker that has neighbours on both sides, as every worker in a ring does."""
+    """Run a worker with neighbours on both sides. In a ring, every worker has two neighbours."""
     _work(job, commands, answers, forward=forward, backward=backward, onward=onward, back=back)
 
 

@@ -1,4 +1,4 @@
-"""Implement the worker for training, which runs the steps of its schedule in order and updates its parts.
+"""Implement the worker for training. It runs the steps of its schedule in order and updates its parts.
 
 A worker that clips gradients answers twice per step, because gradients can be scaled only when the norms of
 all workers are known.
@@ -239,7 +239,7 @@ class TrainingWorker(PipelineWorker):
 
 @contextlib.contextmanager
 def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Iterator[None]:
-    """Add a note to any exception that says where it was raised."""
+    """Add a note to any exception, which says where the exception was raised."""
     try:
         yield
     except BaseException as error:
@@ -249,7 +249,7 @@ def at(part: Part, doing: str, chunk: int | None = None, chunks: int = 0) -> Ite
 
 
 def weighted(output: Any, loss: Loss | None, target: Any, share: float) -> Tensor:
-    """Compute the loss of a micro-batch, weighted by the micro-batch's share of the batch."""
+    """Compute the loss of a micro-batch, weighted by its share of the batch."""
     assert loss is not None
     found: Any = loss(output, target)
     if not isinstance(found, Tensor) or found.dim() != 0:
