@@ -60,7 +60,7 @@ def _move(make: Callable[[], Any], size: int, switch: str, count: int) -> float:
     child = SPAWN.Process(target=_produce, args=(queue, size, count, start, end))
     child.start()
     del os.environ["FLOWCHAN_CUDA_IPC"]
-    total = queue.get()[0].long()  # both processes now have CUDA contexts and handles
+    total = queue.get()[0].long()  # from now on, both processes have CUDA contexts and handles
     torch.cuda.synchronize()
     start.set()
     began = time.perf_counter()

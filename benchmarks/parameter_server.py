@@ -52,8 +52,8 @@ def measure(effort: Effort) -> Report:
             )
             results = dict(zip(able, found, strict=True))
             own = results["flowchan"]
-            # While a client waits for a push, only one of the two processes works. Therefore, compare a push
-            # with the copies of both processes.
+            # While a client waits for a push, only one of the two processes works. Therefore, compare the
+            # time of a push with the time that both processes together need for their copies.
             if work == PUSH:
                 report.rows.append(at_most(1.25, own, results["bare copies"]))
             else:

@@ -77,7 +77,7 @@ def _drive(kind: str, count: int, seconds: float) -> dict[str, float]:
             run.ready()
             figures = {"start": time.perf_counter() - began, "start CPU": time.process_time() - cpu}
             figures |= {name: value - before[name] for name, value in _state().items()}
-            time.sleep(seconds)  # until the workers have finished their items
+            time.sleep(seconds)  # let the workers finish their items
             cpu, began = time.process_time(), time.perf_counter()
             time.sleep(seconds)
             figures["idle CPU"] = (time.process_time() - cpu) / (time.perf_counter() - began)

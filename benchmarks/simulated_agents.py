@@ -181,7 +181,7 @@ class _SimulatedAgent(Agent):
         super().__init__(orders)
         self._processes.close()
         self._processes = _WorkerThreads(self._events)  # type: ignore[assignment]
-        self._keeper: threading.Thread | None = None  # keeps the link after its first event
+        self._keeper: threading.Thread | None = None  # serves the link from its first event on
 
     def dial(self, loops: _AgentLoops) -> None:
         """Connect to the driver."""

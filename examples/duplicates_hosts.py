@@ -27,7 +27,7 @@ def with_digest_and_host(file: Path) -> tuple[tuple[bytes, Path], str]:
 
 def tell(hosts: list[str]) -> None:
     lines = [f"{host} hashed {number:,} files\n" for host, number in sorted(Counter(hosts).items())]
-    print("".join(lines), end="")  # a single call, because the other sink prints at the same time
+    print("".join(lines), end="")  # one call, so that these lines do not mix with the other sink's
 
 
 def duplicates_on_hosts(directory: str = str(STANDARD_LIBRARY), *hosts: str) -> Graph:

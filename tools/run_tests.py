@@ -47,8 +47,8 @@ from support.long_files import LONG_FILES  # noqa: E402
 from support.optional_packages import loads_large  # noqa: E402
 from support.preloaded_programs import TORCH, SharedTemplate, Template  # noqa: E402
 
-# There are more processes than the two cores, because tests spend about half of their time waiting. If a test
-# hangs, pytest ends its process.
+# The number of processes exceeds the two cores, because tests spend about half of their time waiting. If a
+# test hangs, pytest ends its process.
 SIDE_BY_SIDE = 5
 LEAST_BYTES = 50_000
 """Size of the last groups. The size of a file is a rough measure of the time that its tests take."""

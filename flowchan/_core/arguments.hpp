@@ -37,7 +37,7 @@ inline void refuse_argument(const char* function, PyObject* name, const char* co
     });
 }
 
-// Parse arguments, which may be positional or named. The first `required` ones are mandatory.
+// Parse arguments, which may be positional or named. The first `required` arguments are mandatory.
 template <size_t N>
 bool parse(const char* function, const char* const (&names)[N], size_t required, PyObject* const* args,
            Py_ssize_t n, PyObject* keywords, PyObject* (&values)[N]) {

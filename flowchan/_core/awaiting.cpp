@@ -2,8 +2,8 @@
 // sleeps for all of them.
 //
 // Algorithm. A coroutine that cannot continue enters the wait queue, as a thread would, and then tries once
-// more. From then on, every event that it waits for changes the queue's word. The coroutine stays in the
-// queue until its operation succeeds, or until it is woken or cancelled.
+// more. From then on, every event that the coroutine waits for changes the queue's word. The coroutine stays
+// in the queue until its operation succeeds, or until it is woken or cancelled.
 //
 // The watcher thread sleeps in futex_waitv on the words of all its coroutines. When words change, it removes
 // their coroutines from the queues, and the event loop resumes them. A coroutine that leaves the queue

@@ -90,7 +90,7 @@ void supervise(Port& port) {
 }
 
 // Return two times in seconds: how long calls of this port have waited in total, and how long they have
-// waited for a turn. Both are 0 after the session has ended.
+// waited for a turn. Both times are 0 after the session has ended.
 template <class Port>
 nb::tuple waited(Port& port) {
     const auto seconds = [](const PortClock& clock) {
@@ -176,17 +176,17 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// Make a live worker repeat its leased items. It takes each item again, and skips outputs that were already
-// put.
+// Make a live worker repeat its leased items. The worker takes each item again, and skips outputs that were
+// already put.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;
 }
 
 // Release the state of a dead worker. For each item in progress, the channel records which outputs were put.
-// The next worker to process the item skips these. The replacement gets the leased items if they may have
-// caused the death, or if `all` is set. Otherwise, any worker may take them. A source has no input, so all of
-// its outputs count as outputs for item 0.
+// The next worker that processes the item skips these outputs. The replacement gets the leased items if they
+// may have caused the death, or if `all` is set. Otherwise, any worker may take them. A source has no input,
+// so all of its outputs count as outputs for item 0.
 void take_up(const std::vector<In*>& inputs, const std::vector<Out*>& outputs,
              const std::vector<In*>& successors, bool all, bool blame) {
     if (inputs.size() != successors.size())

@@ -115,8 +115,8 @@ auto locked(Channel& ch, F&& f) {
     });
 }
 
-// Call `f` under the lock if the transport is a ring. Do nothing for a LocalQueue, because its users cannot
-// die without it.
+// Call `f` under the lock if the transport is a ring. Do nothing for a LocalQueue, because its users die only
+// together with the queue.
 template <class F>
 void locked_ring(Channel& ch, F&& f) {
     ch.with(Each{[](LocalQueue&) {},
@@ -172,8 +172,8 @@ struct ItemTracing {
     }
 };
 
-// Release the items. An item's destructor may run any code, so the caller must first release the lock. It
-// must also have removed the items from every container that the garbage collector visits.
+// Release the items. An item's destructor may run any code, so the caller must first release the lock. The
+// caller must also have removed the items from every container that the garbage collector visits.
 inline void drop_items(const std::vector<LocalQueue::Item>& items) {
     for (const LocalQueue::Item& item : items) Py_DECREF(item.object);
 }
@@ -242,7 +242,7 @@ class Receiving {
     ~Receiving() { current_ = outer_; }
     Receiving(const Receiving&) = delete;
     void received(In* in);
-    static void when_finished(nb::object call);  // calls it at once if this thread is not receiving an item
+    static void when_finished(nb::object call);  // called at once unless this thread is receiving an item
 
   private:
     static thread_local Receiving* current_;

@@ -13,7 +13,7 @@ PyObject* py_loads = nullptr;
 
 constexpr uint64_t WITHOUT_GIL = 1 << 16;  // copies of at least this size release the GIL
 constexpr uint64_t ALIGN = 64;
-constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, which costs less than a view
+constexpr uint64_t COPIED = 4096;  // smaller buffers are copied, because a copy costs less than a view
 
 void copy(char* to, const char* from, uint64_t n) {
     if (n < WITHOUT_GIL) {
@@ -116,9 +116,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
 }
 
 // Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple of a view, the list, and
-// the fd bundle. The view keeps the item alive; it is None if this reader must not keep the item alive. The
-// buffers of PINNED and BUNDLE items are copied, because a user who keeps one buffer would otherwise keep the
-// whole item alive.
+// the fd bundle. The view keeps the item alive. The view is None for a reader that must not keep the item
+// alive. The buffers of PINNED and BUNDLE items are copied, because a user who keeps one buffer would
+// otherwise keep the whole item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;
@@ -176,8 +176,8 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // A process decodes a reference only when it discards all remaining items of a run. No reader will
-        // get the output, so release it.
+        // A process decodes a reference only when it discards all remaining items of a run. In that case, no
+        // reader will get the output, so release the reference.
         uint64_t id;
         memcpy(&id, at, sizeof id);
         references().release(id);

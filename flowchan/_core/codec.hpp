@@ -31,7 +31,8 @@ bool encode(PyObject* object, ObjectFrame& frame);
 
 // Decode an item. Return a new reference, or null with a Python error set. All data is copied from `at`,
 // except the buffers of a BUFFERS item, which stay in its `block`. `bundle` (borrowed) contains the
-// descriptors that came with the item, and is passed to `loads`. It is null if the item cannot have any.
+// descriptors that came with the item, and is passed to `loads`. `bundle` is null if the item cannot have
+// descriptors.
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block = nullptr,
                  PyObject* bundle = nullptr);
 

@@ -38,9 +38,9 @@ bool is_of_a_handler(PyObject* error) {
 // an item that cannot be received to the next call, which raises the error.
 enum class Taking { Next, More, Rest };
 
-// Pass an unusable item to the handler instead of the caller. This takes ownership of the references. `error`
-// is the reason, or null if the item has killed several workers. Return Wait if the get must continue with
-// the next item.
+// Pass an unusable item to the handler instead of the caller. This function takes ownership of the
+// references. `error` is the reason, or null if the item has killed several workers. Return Wait if the get
+// must continue with the next item.
 Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
     PyObject* done =
         item ? PyObject_CallFunction(in.on_poison.ptr(), "OKO", item, static_cast<unsigned long long>(deaths),
@@ -55,8 +55,8 @@ Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
 
 }  // namespace
 
-// Any signal handler may have raised the error, not only the one for Ctrl-C. The error interrupts only this
-// call.
+// Any signal handler may have raised the error, not only the handler for Ctrl-C. The error interrupts only
+// this call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
     nb::object error = take_error();

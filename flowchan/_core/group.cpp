@@ -312,9 +312,10 @@ End Member::await(uint32_t member, Patience& patience) {
     }
 }
 
-// If the members themselves keep all cores busy, a yield lets another member run. If other programs keep them
-// busy, a yield takes as long as their time slices, but a thread that wakes from a sleep runs first. After a
-// yield longer than LONG_YIELD_NS, the next waits therefore sleep without yielding first.
+// If the members themselves keep all cores busy, a yield lets another member run. If other programs keep the
+// cores busy, a yield takes as long as the time slices of these programs. A thread that wakes from a sleep
+// runs before them. After a yield longer than LONG_YIELD_NS, the next waits therefore sleep without yielding
+// first.
 bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {

@@ -12,9 +12,10 @@
 // - Member slots, cells and data slots each have an owner, and only the owner writes to them. Published data
 //   stays valid even if its owner dies.
 // - All members reach the same result. A round is complete for everyone once every member has published it. A
-//   member gives up only if the owner of a cell is gone, so the cell can no longer get the number. It checks
-//   that cell once more before it gives up. So either all survivors complete an operation, or none does.
-//   Mismatched calls and missing memory show in the data of the first round, which all members see.
+//   member gives up only if the owner of a cell is gone and the cell can therefore no longer get the number.
+//   The member checks that cell once more before it gives up. Either all survivors complete an operation, or
+//   none does. Mismatched calls and missing memory show in the data of the first round, which all members
+//   see.
 // - A member that gives up during an operation publishes nothing more, as if it had died. A member that
 //   leaves the group also publishes nothing more; leave() waits until no thread runs an operation. The
 //   visible data of a lost member therefore never changes.
@@ -273,8 +274,9 @@ class Member {
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
     }
-    // Returns a number that a member has stored in its own memory, which proves whose memory it is. A process
-    // id proves nothing: a later process may reuse it, and each pid namespace has its own numbers.
+    // Returns a number that a member has stored in its own memory. The number proves to a reader whose memory
+    // it has read. A process id proves nothing: a later process may reuse it, and each pid namespace has its
+    // own numbers.
     uint64_t proof_of(uint32_t member) const {
         return slot_of(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }
@@ -314,7 +316,7 @@ class Member {
     End show_big(Call call, bool fits, Patience& patience);
     bool pull(const Plan& plan, uint32_t member, uint64_t from, void* to, size_t bytes) const;
     bool pull_by_one(uint32_t member, uint64_t from, void* to, size_t bytes) const;
-    // Runs the round after direct reads, which publishes whether this member's reads succeeded.
+    // Runs the round after direct reads. The round publishes whether this member's reads succeeded.
     End have_read(Call call, bool could, Patience& patience);
     End await_all(Patience& patience);
     End await(uint32_t member, Patience& patience);

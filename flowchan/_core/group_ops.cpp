@@ -349,7 +349,7 @@ struct Member::Gathering {
 
     const Plan& plan;
     const void* const in;
-    // moved: bytes that a member publishes in the first round and the other members read
+    // moved: how many bytes a member publishes in the first round for the other members to read
     Sizes sizes, moved, pieces;
     ByRank<bool> in_place;
     ByRank<void*> to;

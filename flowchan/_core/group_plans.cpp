@@ -1,8 +1,9 @@
 // How members agree on a plan for each operation.
 //
-// Algorithm. Rank 0 tries plans for each operation and size class, and keeps the fastest. Each operation
-// publishes the plan for the next one, so all members know the next plan in time without another message. The
-// cells of the next operation report how long each member took. Rank 0 uses the time of the slowest member.
+// Algorithm. Rank 0 tries plans for each operation and size class, and keeps the fastest. Each operation also
+// publishes the plan for the next operation. All members therefore know that plan in time, without another
+// message. The cells of the next operation report how long each member took. Rank 0 uses the time of the
+// slowest member.
 #include "group.hpp"
 
 #include <algorithm>

@@ -22,10 +22,10 @@
 // Wherever the slot is, one session may also view it, and is then its viewer (ring_memory.cpp).
 //
 // Passing an item from one core to another mainly costs the transfer of cache lines. Words that change
-// together are therefore adjacent. If no caller waits, a put or a get moves three lines. One has the lock,
-// one the ends and counts of the FIFO, and one the start of the slot. A put into a nonempty FIFO also moves
-// the line of the previous slot. Words changed only by readers have their own cache lines. So do words changed
-// only by writers, and redo records (redo.hpp).
+// together are therefore adjacent. If no caller waits, a put or a get moves three lines. The first contains
+// the lock, the second the ends and counts of the FIFO, and the third the start of the slot. A put into a
+// nonempty FIFO also moves the line of the previous slot. Words changed only by readers have their own cache
+// lines. So do words changed only by writers, and redo records (redo.hpp).
 #pragma once
 
 #include <pthread.h>
@@ -101,8 +101,8 @@ struct alignas(64) Session {
     uint64_t suspects() const { return begun && begun < leased ? begun : leased; }
 };
 
-// A slot keeps its block for good: they enter and leave the free list of the block's class together. A block
-// therefore contains only payload, and may be filled while it is still on its free list.
+// A slot keeps its block for good: slot and block enter and leave the free list of the block's class
+// together. A block therefore contains only payload, and may be filled while it is still on its free list.
 struct alignas(64) Slot {
     static constexpr uint64_t KEYLESS = UINT64_MAX;
     static constexpr uint64_t INLINE = 80;  // the first 16 bytes share a cache line with the fields above

@@ -25,8 +25,8 @@
 // stage therefore never delays the frames of other stages.
 //
 // Two threads serve a link: the sender also moves staged items, and the receiver reads frames. (With many
-// workers, extra threads sleep on the rings and wake the sender.) They hold `mutex_` while they work, except
-// while they send, receive, or copy a large item. They never need the GIL.
+// workers, extra threads sleep on the rings and wake the sender.) The sender and the receiver hold `mutex_`
+// while they work, except while they send, receive, or copy a large item. They never need the GIL.
 #pragma once
 
 #include <algorithm>
@@ -123,9 +123,9 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: send items only to workers that wait for one or process one. `limited`: grant the other
-    // side one put per free place, although another writer may take the place first. `lends`: keep large
-    // outputs of the first port on the worker's side until a host fetches them.
+    // `on_demand`: send items only to workers that wait for an item or process an item. `limited`: grant the
+    // other side one put per free place, although another writer may take the place first. `lends`: keep
+    // large outputs of the first port on the worker's side until a host fetches them.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited, bool lends = false);
     // owner side: reduce the room granted to stream `writes` by the number of items prefetched through stream
@@ -346,7 +346,8 @@ class Link {
     // trip
     std::atomic<int64_t> last_byte_at_{0}, progress_at_{0}, round_trip_{200'000};
     std::deque<LinkEvent> events_;
-    // who learns of events and of items of stream 0, under which number, and the items announced so far
+    // set by announce(): where to report events and items of stream 0, and under which number; also the
+    // number of items announced so far
     std::shared_ptr<ReadyLinks> ready_events_, ready_items_;
     uint64_t ready_number_ = 0, announced_ = 0;
     // on the heap for the same reason as `changed_`

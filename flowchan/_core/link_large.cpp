@@ -114,8 +114,8 @@ bool Link::claim(LinkStream& stream, Sink& sink, const Received& item, Slot*& sl
     RingLock holding(*sink.ring);
     if (sink.begin(number) == Step::Done) return false;
     const bool keyed = number != Slot::KEYLESS;
-    // This item has no key and must be put without one, but the writer still has the key of an earlier item.
-    // Leave `slot` null, so that the item is staged.
+    // This item has no key and must be put without a key, but the writer still has the key of an earlier
+    // item. Leave `slot` null, so that the item is staged.
     if (owner_side_ && !keyed && sink.writer.keyed) return true;
     const Step step =
         sink.ring->claim(frame_of(item), keyed ? &sink.writer : nullptr, sink.writer.session, slot);

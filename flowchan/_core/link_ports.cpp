@@ -11,9 +11,9 @@ void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint
     const int64_t now = now_ns();
     const int64_t passed = now - at_, worth = slow(round_trip);
     const uint64_t finished = done - done_;
-    // A remote worker that never starves may still need more items in advance. Either it has to wait for some
-    // of them (`waits`), or it finishes a full window within two round trips (`hurries`). The window grows at
-    // most once per round trip, because more items cannot arrive earlier.
+    // A remote worker that never starves may still need more items in advance. Either the worker has to wait
+    // for items in transit (`waits`), or it finishes a full window within two round trips (`hurries`). The
+    // window grows at most once per round trip, because more items cannot arrive earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
     // How many items the worker finishes in four round trips. The extra 1 ms is for waking threads along the
@@ -48,7 +48,7 @@ void ByteWindow::update(uint64_t most, int64_t round_trip) {
     if (passed < trip) return;
     const double two_trips = double(freed_) / double(passed) * double(2 * trip), before = double(size_);
     // Grow only if this raises the throughput. A window that was never full does not limit the throughput. A
-    // slow reader does not empty its window within a round trip, so a larger one would not help.
+    // slow reader does not empty its window within a round trip, so a larger window would not help.
     const double next = std::clamp(two_trips, before / 2, full_ ? 2 * before : before);
     size_ = std::clamp(uint64_t(next), LEAST, std::clamp(most, LEAST, MOST));
     at_ = now;
@@ -134,8 +134,8 @@ void Source::handle_take(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (active() == 0 || (starved && started == active()))) {
-        // A worker that gathers items and has all remaining ones gets the end now. If other readers give back
-        // items later, this worker does not get them.
+        // A worker that gathers items and has all remaining items gets the end now. If other readers give
+        // back items later, this worker does not get those items.
         ending = Ending::Drained;
     }
 }

@@ -34,7 +34,7 @@ class RingLock {
     Ring& ring_;
 };
 
-// An entry in a ring's wait queue, which stays there across sleeps until the ring wakes it.
+// An entry in a ring's wait queue. The entry stays there across sleeps until the ring wakes it.
 class KeptPlace {
   public:
     KeptPlace(Ring& ring, Side side, uint32_t session) : ring_(ring), caller_{side, this, session} {}
@@ -66,10 +66,10 @@ enum class Ending : uint8_t { Open, Drained, Broke };
 // limit for items in transit to a worker or waiting for room on this side
 constexpr uint64_t MOST_AHEAD = 1 << 16;
 
-// How many items a remote worker may have in advance, besides the one that it waits for. One item is normally
-// enough. The window grows if the worker would wait longer for an item than it takes to process one. It then
-// covers the items that the worker finishes in a few round trips. So even a fast or distant worker does not
-// hoard items that other workers could start.
+// How many items a remote worker may have in advance, besides the item that it waits for. One item in advance
+// is normally enough. The window grows if the worker would wait longer for an item than it takes to process
+// one. The window then covers the items that the worker finishes in a few round trips. So even a fast or
+// distant worker does not hoard items that other workers could start.
 class Window {
   public:
     uint64_t size() const { return uint64_t(size_); }
@@ -128,7 +128,7 @@ class Source {
         uint64_t size, number, key;
         uint8_t kind, deaths;
         // For outputs that stay on the worker's host; only the owner side uses these (references.hpp).
-        // `is_replay`: the item's outputs replace lost ones. `outputs`: how many outputs have arrived.
+        // `is_replay`: the item's outputs replace lost outputs. `outputs`: how many outputs have arrived.
         bool is_replay = false;
         uint32_t outputs = 0;
         // how many of the item's outputs are on the worker's host
@@ -169,10 +169,10 @@ class Source {
     ~Source();
 
     // True if outputs must be put in the order of their items. The source then takes no item that precedes
-    // one of its leased items. The output for that item would have to be put first, but would be sent behind
-    // an output that may wait for room. Another worker can take the item: the worker that gave it back, or
-    // its replacement, has no later item. Replays are an exception, because their outputs are
-    // not put.
+    // one of its leased items. The output for the earlier item would have to be put first, but would be sent
+    // behind an output that may wait for room. Another worker can take the earlier item, because the worker
+    // that gave that item back, or that worker's replacement, has no later item. Replays are an exception,
+    // because their outputs are not put.
     bool ascending = false;
     bool is_held_back() const {
         if (!ascending || ring->is_replay_next()) return false;
@@ -262,7 +262,7 @@ class Source {
     Allowance allowance;          // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
-    // the first bytes of an item, which an earlier connection has delivered to the other side
+    // the first bytes of an item; an earlier connection has delivered them to the other side
     struct Part {
         uint64_t item = 0, size = 0;
         auto operator<=>(const Part&) const = default;
@@ -283,7 +283,7 @@ class Source {
     bool starved = false, leaving = false;
     // Owner side: recall items that the worker has not started if other workers wait for items (C8).
     bool recalling = false, recall_sent = false;
-    // when the worker last finished an item, or last got one while it had none
+    // when the worker last finished an item, or last got an item while it had none
     int64_t progress_at = 0;
     bool may_recall() const {
         return (started > 0 || on_demand) && active() > started && !recalling && !left;

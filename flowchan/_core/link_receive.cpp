@@ -141,7 +141,8 @@ uint64_t Link::handle_run(const char* at, uint64_t size) {
     return handled;
 }
 
-// Return whether only this side of the link sends frames of this type. If so, receiving one is an error.
+// Return whether only this side of the link sends frames of this type. If so, receiving such a frame is an
+// error.
 bool Link::is_sent_here_only(FrameType type) const {
     if (owner_side_)
         return type == FrameType::ITEM || type == FrameType::OUTPUT || type == FrameType::RECALL ||
@@ -368,8 +369,8 @@ bool Link::handle_output(LinkStream& stream, const Head& head, const char* paylo
     return true;
 }
 
-// The owner reports how much room there is now, and later when there is more. If no writer on the other side
-// waits for room, other writers get it.
+// The owner reports how much room there is now, and reports again when there is more. If no writer on the
+// other side waits for room, other writers get the room.
 bool Link::handle_want(Sink& sink, bool wanted) {
     sink.wanted = wanted;
     sink.dirty = true;

@@ -64,7 +64,7 @@ bool parse(const std::string& text, Location& location) {
 // --- the owner ---
 
 // Put output number `output` of a port. On the owner side, a dead worker may already have put this output. If
-// that copy was on the worker's host, this one replaces it.
+// that copy was on the worker's host, this output replaces it.
 Step Link::put(LinkStream& stream, Sink& sink, const Received& item, uint64_t output, Wakes& wakes) {
     const uint64_t number = number_for(stream, sink, item.key);
     const Step step = sink.put(item, number, wakes);
@@ -81,7 +81,7 @@ Step Link::put(LinkStream& stream, Sink& sink, const Received& item, uint64_t ou
     return step;
 }
 
-// Replace a lost output with this one. Return the reference that now refers to this output, or 0.
+// Replace a lost output with this output. Return the reference that now refers to this output, or 0.
 uint64_t Link::repair(const Sink& sink, const Received& item, uint64_t number, uint64_t index) {
     if (item.kind != REFERENCE) {
         references().repair(sink.ring.get(), number, index, item.kind, {item.at, item.size});

@@ -43,8 +43,8 @@ void Link::send_loop() {
     }
 }
 
-// Send, and then rest briefly if items arrive fast but go out in small batches: a system call costs as much
-// as a hundred items. Do not rest after a single item.
+// Send, and then rest briefly if items arrive fast but go out in small batches. Larger batches save system
+// calls, each of which costs as much as a hundred items. Do not rest after a single item.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(queued_items_, 0);
     const std::string why = out_.send(fd, GATHER);
@@ -59,8 +59,8 @@ void Link::add_frame(const Head& head, const std::string& payload) {
     out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
-// Gather as many frames as one send takes. Each call begins with the stream after the one that the previous
-// call served last. Return whether there is more to do right away.
+// Gather as many frames as one send takes. Each call begins with the stream after the last stream that the
+// previous call served. Return whether there is more to do right away.
 bool Link::fill() {
     if (is_full()) return true;
     const int64_t now = now_ns();
@@ -361,8 +361,8 @@ void Outgoing::forget_sent() {
 // entered.
 void Link::sleep(uint32_t heard) {
     // `own` gets the words that this thread sleeps on, and `others` those of the extra sleepers. Each port of
-    // a stream has one word reserved, even while it is not watched. So a busy stream changes the words of
-    // only one sleeper, and does not shift those of the others.
+    // a stream has one word reserved, even while it is not watched. A busy stream therefore changes the words
+    // of only one sleeper, and does not shift the words of the other sleepers.
     Watched own;
     std::vector<Watched> others;
     size_t ports = 0;

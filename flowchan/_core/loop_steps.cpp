@@ -19,7 +19,8 @@ namespace {
 
 // A call returns to the interpreter after this many items, because other threads may need it.
 constexpr uint64_t MOST_ITEMS = 64;
-// A worker takes runs as long as an item takes less time than this, which is many times the cost of a get.
+// A worker takes runs as long as an item takes less time than this limit, which is many times the cost of a
+// get.
 constexpr int64_t FAST_NS = 20'000;
 constexpr int64_t LONGEST_NAP_NS = 1'000'000;
 

@@ -3,7 +3,7 @@
 //
 // The fastest plan depends on the processor. On a virtual machine, it may change within seconds, because the
 // hypervisor moves virtual cores. Two cores that share a cache read each other's lines ten times as fast as
-// two that do not.
+// two cores that do not.
 //
 // When a core reads a small piece again, the piece is still in that core's own cache. The first lines of a
 // large piece have already moved to a cache that several cores share. Data that bypasses the caches is

@@ -45,8 +45,8 @@ auto& all_open = *new std::vector<std::weak_ptr<const Pidfd>>;
 void before_fork() { open_mutex.lock(); }
 void in_parent() { open_mutex.unlock(); }
 void in_child() {
-    // The child needs none of these descriptors. The threads that used them do not exist in it, and its Peers
-    // start with empty tables (see Peers::table).
+    // The child needs none of these descriptors. The threads that used the descriptors do not exist in the
+    // child, and its Peers start with empty tables (see Peers::table).
     for (const auto& one : all_open)
         if (auto open = one.lock()) close(open->fd);
     all_open.clear();

@@ -30,7 +30,7 @@ void begin(M& m, Out& out) {
     out.state.keyed = true;
 }
 
-// This is inlined so that the compiler drops the fields of Caller that only a wait needs.
+// This function is inlined so that the compiler drops the fields of Caller that only a wait needs.
 [[gnu::always_inline]] inline Caller writing_inlined(Channel& ch, const Out* out, uint64_t size, bool waits) {
     Caller caller{Side::Writer, out, 0, size};
     caller.clock = out ? &out->state.clock : nullptr;
@@ -205,8 +205,8 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     return step;
 }
 
-// This is inlined, because a call that passes these arguments by reference would take a quarter of the time
-// of a put between threads.
+// This function is inlined, because passing these arguments by reference would take a quarter of the time of
+// a put between threads.
 [[gnu::always_inline]] inline Step put_bare(Channel& ch, Out* out, PyObject* item, Deadline deadline,
                                             uint64_t& size) {
     return ch.with([&](auto& transport) __attribute__((always_inline)) {

@@ -128,9 +128,9 @@ void raise_refused(Channel& ch, int error) {
     std::string why = std::string("they could not be sent (") + strerror(error) + ")";
     if (error == EBADF)
         why =
-            "this process has no socket for the channel; pass the channel to it by fork, as an argument of "
-            "a process or through a channel, and allow AF_UNIX sockets";
-    if (error == E2BIG) why = "an item can carry at most 126 of them; put them in several items";
+            "this process has no socket for the channel; pass the channel to this process by fork, as an "
+            "argument or through a channel, and allow AF_UNIX sockets";
+    if (error == E2BIG) why = "an item can carry at most 126 of them; spread them over several items";
     if (error == EAGAIN || error == ENOBUFS) why = "too many are in transit; receive some items first";
     if (error == ETOOMANYREFS)
         why =
@@ -141,8 +141,9 @@ void raise_refused(Channel& ch, int error) {
 
 void raise_not_transferable(Channel& ch, PyObject* item) {
     PyErr_Format(PyExc_TypeError,
-                 "%s cannot carry this %s: it holds a channel, a port or a shared tensor that only processes "
-                 "on one machine can share; put a channel across='hosts' or tensor.clone() instead",
+                 "%s cannot carry this %s: the item contains a channel, a port or a shared tensor that only "
+                 "processes on one machine can share; create that channel with across='hosts', or put "
+                 "tensor.clone()",
                  ch.describe().c_str(), Py_TYPE(item)->tp_name);
 }
 

@@ -12,9 +12,9 @@
 // different order. So only the order of execution matters, which is the program order if the compiler keeps
 // it.
 //
-// This also holds on processors with a weaker store order than x86_64. A core stops between two instructions,
-// and everything before them has happened. When a thread dies, the kernel marks the thread's lock from within
-// that thread, with a full barrier (dmb ish on aarch64).
+// The same argument holds on processors with a weaker store order than x86_64. A core stops between two
+// instructions, and everything before them has happened. When a thread dies, the kernel marks the thread's
+// lock from within that thread, with a full barrier (dmb ish on aarch64).
 //
 // The ring has several records, so that a record's cache lines stay with the core that uses it. Writers and
 // readers use different records. Different processes also use different records, as long as there are enough
@@ -51,7 +51,7 @@ struct alignas(64) Redo {
         }
     }
     // Apply the record of a dead owner. If an entry refers to a word outside of `words`, the record is
-    // damaged. Then change nothing and return false.
+    // damaged. In that case, change nothing and return false.
     template <class Words>
     bool recover(const Words& words) {
         const uint64_t n = valid;

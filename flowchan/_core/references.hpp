@@ -8,9 +8,9 @@
 //
 // Exactly once. The owner keeps an output's input item on lease until the output is released. If the host is
 // lost, its outputs are lost too, and the input item returns to its channel, marked as a replay. The outputs
-// of a replay are not put into the channel. Each one instead replaces the lost output with the same input
-// item and index. If that output was released in the meantime, the new one is dropped. Either way, the
-// reference keeps its position in the channel and its lease.
+// of a replay are not put into the channel. Each of them instead replaces the lost output that had the same
+// input item and index. If that output was released in the meantime, the new one is dropped. Either way, the
+// reference keeps its lease and its position in the channel.
 //
 // If one host cannot connect to another, the owner pulls the output to itself and sends it on.
 //

@@ -24,8 +24,9 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     if (map_incomplete_) return Step::NoMemory;
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
-    // An item that exceeds the remaining bytes must wait, unless it would be alone. For the worker that has
-    // the turn, parked items do not count here, because they stay until this worker ends its turn.
+    // An item that exceeds the remaining bytes must wait, unless the channel contains no other item. For the
+    // worker that has the turn, parked items do not count here, because they stay until this worker ends its
+    // turn.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {
         h_->short_of_memory = 1;
@@ -253,9 +254,9 @@ Step Ring::try_take(Taken& taken, ReaderState* reader, uint32_t session, Wakes& 
     return Step::Done;
 }
 
-// Return an item to the FIFO, with its old number and deaths. Do nothing if another session has the item now,
-// or if the channel is broken, because the item is then lost anyway. (A small item of a plain reader gets a
-// new slot, because the get freed its old slot.)
+// Return an item to the FIFO, with its old number and deaths. Do nothing if another session has the item now.
+// Also do nothing if the channel is broken, because its items are lost anyway. (A small item of a plain
+// reader gets a new slot, because the get freed its old slot.)
 void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     if (h_->damaged || h_->state == BROKEN) {
         if (taken.held) release(taken.held, wakes);

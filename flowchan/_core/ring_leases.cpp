@@ -6,8 +6,8 @@
 // items with lower numbers may have returned before it.
 //
 // A session's lease list keeps the order in which the session took the items, and links rely on this order.
-// It may differ from the order of the numbers: a reader that has item 3 may next take item 1, which another
-// reader gave back.
+// This order may differ from the order of the numbers. A reader that has item 3 may next take item 1, which
+// another reader gave back.
 #include <algorithm>
 #include <utility>
 

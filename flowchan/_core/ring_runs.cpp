@@ -1,16 +1,16 @@
 // Runs: batches of small items. A put or a get changes the words of the item's slot, and the words that link
-// and count items. A run changes the words that link and count only once for all of its items. It is a single
-// Change in the redo record, so all of it happens or none does.
+// and count items. A run changes the words that link and count items only once for all of its items. A run is
+// a single Change in the redo record, so it happens completely or not at all.
 //
 // A run contains only items that need no other changes. Items are handled one by one if they were given back,
 // are viewed, have descriptors, or must wait for a turn. The same applies to items that do not fit into the
 // ring, because the call for the single item then reports why.
 //
 // Runs of a worker. A worker leases a run only while no other reader waits, and at most its share of the
-// items inside. It starts the items of the run one by one, without the lock. A reader that finds the channel
-// empty recalls half of the items that a run's worker has not started. A reader that takes another item
-// recalls all of them if the worker has been processing one item for a few milliseconds. A slow item
-// therefore does not delay the items behind it.
+// items inside. The worker starts the items of the run one by one, without the lock. A reader that finds the
+// channel empty recalls half of the items that a run's worker has not started. If the worker has been
+// processing one item for a few milliseconds, a reader that takes another item recalls all items that are not
+// started. A slow item therefore does not delay the items behind it.
 //
 // Recalling follows the protocol of Cilk-5 (Frigo, Leiserson and Randall, 1998). The worker first writes
 // `begun` and then reads `run_limit`. The other reader, which holds the lock, first writes `run_limit` and
@@ -239,7 +239,7 @@ void Ring::finish_in_run(uint32_t index, uint64_t committed, Wakes& wakes) {
     for (const Slot* slot : leased_slots(index)) finished += slot->number < committed;
     acknowledge_oldest(index, finished, wakes);
     s.begun -= std::min(s.begun, finished);
-    if (!s.begun) s.at = Session::OURS;  // it had started no other item
+    if (!s.begun) s.at = Session::OURS;  // the worker had started no other item
     s.run_limit = 0;
 }
 

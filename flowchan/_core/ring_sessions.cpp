@@ -9,8 +9,8 @@
 
 namespace flowchan {
 
-// Note that this process uses the ring. If it is the second one, wake all waiters, because links sleep longer
-// on the rings that only their own process uses.
+// Record that this process uses the ring. If it is the second process, wake all waiters, because links sleep
+// longer on the rings that only their own process uses.
 void Ring::note_user() {
     const uint64_t user = own_start() << 22 | uint64_t(getpid());  // a pid has at most 22 bits
     if (!h_->first_user) h_->first_user = user;

@@ -242,7 +242,8 @@ nb::object select_one(nb::list gets, nb::list puts, nb::handle timeout, nb::list
         ops.back().checks_only = true;
     }
     if (ops.empty() || ops.size() > MOST) {
-        PyErr_Format(PyExc_ValueError, "select: there must be 1 to %zu operations, got %zu", MOST,
+        PyErr_Format(PyExc_ValueError,
+                     "select: gets, puts and ready must contain 1 to %zu operations, got %zu", MOST,
                      ops.size());
         throw nb::python_error();
     }

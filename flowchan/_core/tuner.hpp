@@ -2,8 +2,8 @@
 //
 // Algorithm. A trial runs a few operations with the best plan so far, and a few with another plan. The faster
 // of the two becomes the best plan. The slower plan gets another trial later, and much later if it was
-// clearly slower. If the best plan suddenly becomes much slower, all plans are tried again, because cache
-// load or core placement may have changed.
+// clearly slower. If the best plan suddenly becomes much slower, all plans are tried again, because the cache
+// load or the placement on cores may have changed.
 #pragma once
 
 #include <algorithm>

@@ -4,8 +4,8 @@
 // oldest first), or woken but not running yet. When a call becomes possible, only the oldest sleeper is
 // woken, so the cost is one wake-up even if a thousand waiters sleep. Until that waiter runs, no other is
 // woken. An operation that leaves another call possible then wakes the next waiter (LocalQueue::try_put,
-// try_take). A woken waiter that does not use its wake-up does the same. So if k calls are possible, k
-// waiters are woken, each by the waiter before it.
+// try_take). A woken waiter that does not use its wake-up also wakes the next waiter. If k calls are
+// possible, k waiters are therefore woken, each by the waiter before it.
 //
 // A running thread may make all k calls before a woken thread gets the GIL. In that case, only one wake-up
 // was useless. The woken waiter returns to the head of the list. Newcomers may overtake it (see waiting.hpp)

@@ -7,8 +7,8 @@
 // adds that number to `woken`, changes `seq`, releases the lock, and calls FUTEX_WAKE.
 //
 // A reader is "on its way" from its wake-up until it has the lock. The number of readers on their way never
-// exceeds the number of cores. More would be useless: if 50 readers wait for cheap items, two of them take
-// all items before a third is awake.
+// exceeds the number of cores. More woken readers would be useless: if 50 readers wait for cheap items, two
+// of them take all items before a third is awake.
 //
 // The workers of a stage are woken by rank instead of in rotation, so the same workers continue with warm
 // caches. Each worker sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` contains the waiting ranks.
@@ -214,8 +214,8 @@ struct WaitQueue {
         waited_ns -= now;
     }
     uint32_t all_waiting() const { return waiting + ordered; }
-    // Add `change` to `selecting`. The second line corrects the count after a waiter has died or a port was
-    // closed.
+    // Add `change` to `selecting`. The second statement corrects the count after a waiter has died or a port
+    // was closed.
     void count_selecting(int change) {
         if (change > 0 || selecting) selecting += uint32_t(change);
         selecting = selecting < waiting ? selecting : waiting;
@@ -293,9 +293,9 @@ enum class Step {
 };
 
 // Spinning pays off if the other side is running right now. A successful spin doubles the budget, and a
-// failed spin halves it. Below LEAST_NS, only every 32nd wait spins, but for MOST_NS: a partner that answers
-// after 20 us would never be met by short spins. MOST_NS is about the cost of a sleep and a wake-up, so wasted
-// spinning at most doubles that cost.
+// failed spin halves it. Below LEAST_NS, only every 32nd wait spins, but that spin may last MOST_NS. Shorter
+// spins would never meet a partner that answers after 20 us. MOST_NS is about the cost of a sleep and a
+// wake-up, so wasted spinning at most doubles that cost.
 struct Spin {
     static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, CHECKS = 16;
     // Hints that the threads of a handle share, so all accesses are relaxed.

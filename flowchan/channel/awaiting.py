@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MOST = 127  # waits per thread: futex_waitv allows 128, and one of them is for waking the watcher
+MOST = 127  # waits per thread: futex_waitv allows 128 words, and one of them wakes the watcher
 SLICE = 0.1
 """Seconds between checks whether the watcher's loop has ended, or a process has died that should have woken a
 waiter."""
@@ -64,7 +64,7 @@ class Watcher:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="flowchan async")
                 thread.start()
-                self._thread = thread  # not before start(), which may fail
+                self._thread = thread  # only now, because start() may fail
         self._watch.ring()
 
     def remove(self, future: asyncio.Future[None]) -> None:
@@ -170,7 +170,7 @@ async def _changed(wait: Await) -> None:
         await future
     except BaseException:
         watcher.remove(future)
-        wait.leave(True)  # passes on a wake-up that this call may have consumed
+        wait.leave(True)  # passes on a wake-up that this call may have received
         raise
 
 

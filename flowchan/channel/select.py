@@ -112,7 +112,7 @@ def select(
         >>> select([numbers, words]).item
         'a'
     """
-    if isinstance(gets, Channel | In):  # iteration would take items from the channel
+    if isinstance(gets, Channel | In):  # iterating over a channel would take its items
         raise TypeError(f"select: gets must be a list of channels and ports, got {gets!r}; write select([…])")
     reading, looking = list(gets), _channels(ready)
     # Copy the list, because the caller may change it during the wait.
@@ -134,7 +134,7 @@ def select(
 
 
 def _listed(puts: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(puts, Channel | In | Out):  # iteration would take items from the channel
+    if isinstance(puts, Channel | In | Out):  # iterating over a channel would take its items
         raise TypeError(f"select: puts must be a list of pairs (channel, item), got {puts!r}")
     return puts
 

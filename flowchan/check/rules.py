@@ -276,7 +276,7 @@ def free_memory() -> float:
 
 def _system(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     shared = next((edge for edge in graph.edges if edge.transport.copies), None)
-    # Without the native module, the graph can only run on another machine, so do not check this one.
+    # Without the native module, the graph can only run on another machine, so do not check this machine.
     if shared is None or not is_compiled():
         return
     try:

@@ -56,8 +56,8 @@ def type_problems(stage: Stage, outputs: Mapping[Origin, Output]) -> Iterator[Pr
                 "type",
                 stage.name,
                 stage.where,
-                f"{stage.kind} iterates over the result of {_named(stage.function)}, but its type is "
-                f"{type_name(given)}; return an iterable, or yield the items",
+                f"{stage.kind} iterates over the result of {_named(stage.function)}, but that result has "
+                f"type {type_name(given)}; return an iterable, or yield the items",
             )
     for stream, port, wanted in _port_types(stage, outputs):
         if not fits(stream.item, wanted):
@@ -266,8 +266,8 @@ def _parameter_messages(
         yield f"parameter {parameter.name!r} of {name} is positional-only; remove the '/' from the signature"
     if is_port and given:
         yield (
-            f"parameter {parameter.name!r} of {name} is a port, so its argument must be a stream; pass it "
-            "by position"
+            f"parameter {parameter.name!r} of {name} is a port, so its argument must be a stream; pass the "
+            "stream by position"
         )
     if not is_port and not given and not optional:
         yield (

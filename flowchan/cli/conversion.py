@@ -45,7 +45,7 @@ def converted(text: str, annotation: Any) -> Any:
     kind = typing.get_origin(annotation) or annotation
     if kind in _SEVERAL:
         raise ValueError(
-            f"a value of type {kind.__name__} is needed, got the single string {text!r}; annotate the "
+            f"the value must be of type {kind.__name__}, got the single string {text!r}; annotate the "
             "parameter as str, or accept several strings: *names: str"
         )
     if not isinstance(annotation, type) or annotation in _ANY or inspect.isabstract(annotation):

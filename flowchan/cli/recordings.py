@@ -43,7 +43,7 @@ def summary(path: str) -> str:
         f"{recording.graph!r}, {Path(path).stat().st_size:,} bytes"
     )
     if not recording.complete:
-        line += "\nit is incomplete, because its program was killed or is still running, or its disk was full"
+        line += "\nthe file is incomplete: its program was killed or is still running, or its disk was full"
     if recording.stopped:
         line += f"\nthe recording ended before the channel did: {recording.stopped}"
     return line
@@ -101,7 +101,7 @@ def replayed(graph: Blueprint, name: str, path: str, number: int | None) -> Grap
         origin = Origin(stage.name, "out")
     (*_, last) = stages
     ends = () if last.operator.result else streams_of(alone, last)
-    # If only one item is replayed, nothing reads the errors. A failure then ends the run, which shows the
+    # If only one item is replayed, nothing reads the errors. A failure then ends the run and shows its
     # traceback.
     reads_errors = number is None and any(edge.errors and edge.writer == name for edge in graph.edges)
     for stream in (*ends, *([ends[0].errors] if ends and reads_errors else [])):
@@ -126,7 +126,7 @@ def _stages_of(graph: Blueprint, name: str) -> list[Stage]:
     if writer.operator.routes:
         return [writer, stage]
     raise LoadError(
-        f"replay: stage must be one whose workers share their input, but {writer.name!r} chooses the worker "
+        f"replay: stage must have workers that share one input, but stage {writer.name!r} chooses a worker "
         f"of {name!r} for each item"
     )
 

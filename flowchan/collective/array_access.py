@@ -140,7 +140,7 @@ def check_overlap(call: str, x: Any, out: Any) -> None:
     overlap = of_out < begins + x.nbytes and begins < of_out + out.nbytes
     if overlap and (of_out - begins) % out.nbytes:
         raise ValueError(
-            f"{call}: x and out must not overlap unless out is x or one of its parts; pass a copy of one"
+            f"{call}: x and out must not overlap unless out is x or a part of x; pass a copy of x"
         )
 
 
@@ -163,8 +163,8 @@ def check_writable(call: str, argument: str, x: Any) -> None:
     strides = x.stride() if is_tensor(x) else x.strides
     if x.nbytes and any(not by and extent > 1 for by, extent in zip(strides, x.shape, strict=True)):
         raise ValueError(
-            f"{call}: {argument} must not have elements that share memory, as after expand, got "
-            f"{described(x)}; pass a copy"
+            f"{call}: {argument} must not have elements that share memory, as the result of expand() does, "
+            f"got {described(x)}; pass a copy"
         )
 
 

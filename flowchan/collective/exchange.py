@@ -223,7 +223,7 @@ class ExchangeStep:
         for host in self._waiting:
             sock, peer = self._links.sockets[host], self.peers[host]
             wanted = (0 if peer.has_come else select.POLLIN) | (select.POLLOUT if peer.out else 0)
-            if wanted:  # 0: the message to this host waits for data from other hosts
+            if wanted:  # 0: the message to this host still lacks data from other hosts
                 poll.register(sock, wanted)
                 host_of[sock.fileno()] = host
         passed = time.monotonic() - self._begun

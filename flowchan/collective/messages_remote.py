@@ -130,7 +130,7 @@ class RemotePeers:
                     self._listener.accept(0.0, self.adopt)
             for peer in peers:
                 peer.begin_watch()
-            for peer in ended:  # at this point, all their earlier connections have been accepted
+            for peer in ended:  # by now, all earlier connections of these peers are accepted
                 peer.receive_end()
         for sock in self._watchers:
             with contextlib.suppress(OSError), sock:
@@ -189,7 +189,7 @@ class RemotePeer:
         self._in: Channel[bytearray] = Channel(READ_AHEAD)
         self._again: list[bytearray] = []  # messages that interrupted calls have put back
         self._out: tuple[Channel[Framed], Out[Framed], threading.Thread] | None = None
-        self._waiting = 0  # number of messages that the thread still has to send
+        self._waiting = 0  # number of messages that the sending thread has not sent yet
         self._incoming: socket.socket | None = None
         self._sock: socket.socket | None = None  # connection over which this member sends
         self._ended = ""
@@ -213,8 +213,8 @@ class RemotePeer:
                 messages: Channel[Framed] = Channel(capacity=64)
                 writer = messages.writer()
                 sender = start("send", self._pass_on, messages)
-                # One statement assigns all three. If Ctrl-C prevents the assignment, the channel loses its
-                # writer, so the thread ends.
+                # Assign the channel, its writer and its thread in one statement. If Ctrl-C prevents the
+                # assignment, the writer is dropped, which closes the channel and ends the thread.
                 self._out = messages, writer, sender
             self._waiting += 1
         try:

@@ -401,7 +401,7 @@ def share(gather: Gather, rank: int, members: Sequence[int], name: str) -> Share
         except OSError as failed:
             error = f"rank {rank} cannot open the shared memory that rank {members[0]} created: {failed}"
         if member is not None:
-            # Take the slot before the last gather. From then on, the other members notice if this process
+            # Take the slot before the last gather. From then on, the other members notice when this process
             # ends.
             member._take_slot()
         if errors := [text for text in gather(error) if text]:

@@ -188,8 +188,8 @@ class Messages:
             self.progress(source, lambda: 0.0)
             if started:
                 raise GroupError(
-                    f"receive_any: earlier receives must be complete, but one from rank {source} is in "
-                    "progress; wait for its handle first"
+                    f"receive_any: earlier receives must be complete, but the receive from rank {source} is "
+                    "still in progress; wait for its handle first"
                 )
         others = {rank: self.peer(rank) for rank in range(self._size) if rank != self._rank}
         while True:
@@ -313,8 +313,8 @@ class SameHostPeer:
     def __init__(self, member: SharedMember, index: int) -> None:
         self._member, self._index = member, index
         self._made: Out[Any] | None = None
-        self._out: Out[Any] | None = None  # equal to _made once the channel is published
-        # True once the receiver has opened the channel. From then on, the receiver's exit breaks it.
+        self._out: Out[Any] | None = None  # set to _made when the channel is published
+        # True once the receiver has opened the channel. From then on, the receiver's exit breaks the channel.
         self._is_found = False
         self._in: list[In[Any]] = []
         self._again: list[Any] = []  # messages that interrupted calls have put back

@@ -70,7 +70,7 @@ def run_once(
             raised.add_note(f"raised on rank 0, which runs the function of {NAMES[doing]} for all members")
             error = raised
             outcome = dumps((None, Portable(raised, "on rank 0")))
-        except BaseException:  # for example Ctrl-C, while the other members wait for this one
+        except BaseException:  # for example Ctrl-C, while the other members wait for this member
             group._give_up_all()
             raise
     outcome = group._tell(doing, _TELL_KEY, outcome, 0, remaining(), x, function)

@@ -130,7 +130,7 @@ class Shrinking(Generic[M]):
                         new._count_out(place)
                 self._wait([survivors[place] for place in absent])
         except BaseException:
-            new.close()  # members that have joined must not wait in the new group
+            new.close()  # so that members that have joined do not wait in the new group
             raise
         return new
 

@@ -329,7 +329,7 @@ class TorchAlgorithm:
                 try:
                     work.wait(timedelta(seconds=seconds))
                 except RuntimeError:
-                    pass  # the operation timed out, or failed, which is reported below
+                    pass  # the operation timed out or failed; the code below reports this
             return bool(work.is_completed())
 
         self._until(ended, remaining)
@@ -359,7 +359,7 @@ class TorchAlgorithm:
             abort()
         elif stuck and self._backend is not None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._backend))
-        self._backend = None  # but keep the store, to which other members may still connect
+        self._backend = None  # keep the store, because other members may still connect to it
 
 
 def _tensor(x: Any) -> torch.Tensor:

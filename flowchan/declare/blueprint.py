@@ -36,7 +36,7 @@ class Blueprint(General):
     @refuses_misspelt("Graph")
     def __init__(self, name: str = "graph") -> None:
         super().__init__(name)
-        self._started: set[str] = set()  # stages of earlier runs, whose iterators are used up
+        self._started: set[str] = set()  # stages whose iterators earlier runs have used up
         self._broadcasts: list[Broadcast[Any]] = []
 
     def source(

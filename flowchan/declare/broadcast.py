@@ -152,8 +152,8 @@ class Broadcast(Generic[T]):
         if self._latest is not None and self._is_own():
             return self._latest
         id, reader = (_readers or {}).get(self._key, (b"", None))
-        # A worker that imports the module that creates the value has a second object for the value. That
-        # object has another id.
+        # If a worker imports the module that creates the value, the import creates a second object for the
+        # value, with another id.
         if reader is not None and (id == self._id or self._pid == os.getpid()):
             return reader.latest()
         raise RuntimeError(

@@ -41,8 +41,8 @@ class Builder:
         self._by_port: dict[Origin, int] = {}
         self._last_number: dict[str, int] = {}
         self._edges: tuple[Edge, ...] | None = None
-        self._loops: dict[Origin, Loop] = {}  # by the placeholder origin that feed() replaces
-        # Streams of other graphs that stages of this graph read, which is an error.
+        self._loops: dict[Origin, Loop] = {}  # feedbacks, by the placeholder that feed() replaces
+        # Streams of other graphs that stages of this graph read. The check reports each of them as an error.
         self._foreign_streams: dict[Origin, ForeignStream] = {}
         self._drawn: dict[str, str | None] = {}
         """Labels by stage name that pictures show instead of the operator and line. ``None`` hides the

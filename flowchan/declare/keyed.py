@@ -61,8 +61,8 @@ def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any]) -
         )
     if placement.is_remote:
         raise ValueError(
-            f"{kind}: key requires on='thread' or on='process', because different hosts number the "
-            "same items differently; use partition with one stage on hosts for each branch"
+            f"{kind}: key requires on='thread' or on='process', because hosts give an item "
+            "different numbers; use partition with one stage on hosts for each branch"
         )
     if state is not None:
         callable_argument(kind, "state", state)

@@ -188,7 +188,7 @@ class StageSettings:
         ):
             raise ValueError(
                 f"{kind}: share_instance=True requires on='thread' and a class with an async __call__; "
-                "without it, each worker has its own instance"
+                "without share_instance=True, each worker has its own instance"
             )
         if _gpus(kind, self.gpus) and not placement.own_process:
             raise ValueError(

@@ -80,7 +80,8 @@ def _by_time(kind: str, key: Any, time: Any, allowed_lateness: Any) -> dict[str,
     lateness = finite_pause(kind, "allowed_lateness", allowed_lateness)
     if lateness and time is None:
         raise TypeError(
-            f"{kind}: allowed_lateness requires time, because items are never late by their time of arrival"
+            f"{kind}: allowed_lateness requires time=; without time=, windows use the times of arrival, "
+            "and no item is late"
         )
     return {"key": key, "time": time, "allowed_lateness": lateness}
 

@@ -130,7 +130,7 @@ class Agent:
         commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[Any] = Channel(1024, across="processes")
         self._commands = commands.reader()
-        # The ends of both channels that the link uses.
+        # The link uses these ends of the two channels.
         self._commands_writer, self._reports_reader = commands.writer(), self._events.reader()
         self._workers: dict[WorkerId, _Worker] = {}
         # Channels that carry new memberships to the workers of elastic gangs.

@@ -85,7 +85,7 @@ class AgentHandle:
         self.number, self.epoch = number, epoch
         self.why = ""  # why the agent ended
         self.has_connected = False
-        self.echoed = 0  # number of the last echo
+        self.echoed = 0  # number of the agent's last echo
         self.clock = HostClock()
         self.waiting = Waiting(0, {})  # the agent's last report of waiting workers
         self.is_decided = Latch()  # set once the agent has dialled or ended
@@ -104,11 +104,11 @@ class AgentHandle:
         self._starting: threading.Thread | None = None
         # The time at which an agent without a connection counts as lost, and the reason.
         self._give_up_at, self._give_up_why = math.inf, ""
-        self._was_connected = False  # at the last check
+        self._was_connected = False  # whether the link was connected at the last check
         self._connected_at = time.monotonic()  # when the link was last seen connected
         self._happened: deque[link_events.LinkEvent] = deque()  # events for the thread of the reports
         self._unsent: deque[Command] = deque()  # commands that wait for room in the channel
-        self._sending: threading.Thread | None = None  # thread that sends them
+        self._sending: threading.Thread | None = None  # thread that sends the unsent commands
         self._send_lock = threading.Lock()
         self._commands: Channel[Command] = Channel(1024, across="processes")
         self._events: Channel[AgentReport] = Channel(1024, across="processes")

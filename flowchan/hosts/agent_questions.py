@@ -13,7 +13,7 @@ class AgentQuestions:
     """
 
     def __init__(self) -> None:
-        self._echo = 0  # number of the last echo
+        self._echo = 0  # number of the last echo request
         # Agents that were asked for an echo; None if no echo has been requested.
         self._echoing: list[AgentHandle] | None = None
         self._question = 0  # number of the last question about waiting workers

@@ -47,7 +47,7 @@ def own_modules(packed: bytes) -> tuple[str, ...]:
 
 
 class _StagePickler(ByValuePickler):
-    keeps_classes = False  # false: the pickle must contain the names of classes for `own_modules`
+    keeps_classes = False  # false, because `own_modules` needs the names of classes in the pickle
 
 
 class PackedStages:

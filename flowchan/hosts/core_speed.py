@@ -12,7 +12,7 @@ import time
 from typing import NoReturn
 
 INTERVAL_S = 1.0
-MARGIN_S = 0.1  # seconds of work before and after the interval
+MARGIN_S = 0.1  # seconds that each process works before and after the measured interval
 FORK_S = 0.01  # seconds allowed for one process to start
 COUNT_SIZE = 8  # size of a count in bytes
 

@@ -87,7 +87,7 @@ class HostsPart:
         self._stream_numbers = 0
         self._deaths = DeathLog(ports.plan)
         self._packed = PackedStages()
-        self._keeping: dict[tuple[str, ...], bool] = {}  # see _keeps_outputs
+        self._keeping: dict[tuple[str, ...], bool] = {}  # results of _keeps_outputs
         self._lock = self._streams.lock
         self._reports = AgentReports(ports, self._workers, self._streams, self._deaths, self._send_by_value)
         self._gangs = HostGangs()

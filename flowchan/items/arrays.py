@@ -69,7 +69,7 @@ def reducers() -> _Reducers:
 
 def _reduce_memoryview(view: memoryview) -> Any:
     code = view.format
-    if code[:1] == "<" and sys.byteorder == "little":  # ctypes marks the byte order in this way
+    if code[:1] == "<" and sys.byteorder == "little":  # ctypes writes the byte order as "<"
         code = code[1:]
     if len(code) != 1 or code not in _CODES or struct.calcsize(f"@{code}") != view.itemsize:
         raise TypeError(

@@ -346,7 +346,7 @@ class Unreadable:
 def _refusal(item: object, error: BaseException) -> str:
     """Describe the innermost attribute, element or key that cannot be pickled."""
     path, culprit, reason = smallest(item, str(error))
-    names_culprit = reason.startswith(short(culprit))  # messages of flowchan already name the part
+    names_culprit = reason.startswith(short(culprit))  # as flowchan's own messages do
     if path and names_culprit:
         reason = f"its {', '.join(path)}: {reason}"
     elif path:

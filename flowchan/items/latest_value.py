@@ -35,7 +35,7 @@ from flowchan.transport.interrupts import interrupts_deferred
 _HEADER = struct.Struct("QQ")  # version and number of parts; the size of each part follows
 _SIZE = struct.Struct("Q")
 _ALIGNMENT = 64
-_MAP_NORESERVE = 0x4000  # the value on Linux; the mmap module lacks it before Python 3.13
+_MAP_NORESERVE = 0x4000  # MAP_NORESERVE on Linux, which the mmap module lacks before Python 3.13
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ class RecordingWriter:
 
     def _stop(self, reason: str) -> None:
         log.warning(
-            "the recording %r of channel %r ended after %s items, and the run continues: %s",
+            "the recording %r of channel %r ended after %s items, because %s; the run continues",
             self._options.path, self._options.channel, f"{self._items:,}", reason,
         )  # fmt: skip
         self._end(reason)

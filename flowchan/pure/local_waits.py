@@ -69,7 +69,9 @@ def select_one(
     operations += [_operation(put[0], False, put[1]) for put in puts]
     operations += [_operation(channel, True, checks_only=True) for channel in ready or ()]
     if not 1 <= len(operations) <= MOST:
-        raise ValueError(f"select: there must be 1 to {MOST} operations, got {len(operations)}")
+        raise ValueError(
+            f"select: gets, puts and ready must contain 1 to {MOST} operations, got {len(operations)}"
+        )
     done: tuple[int, Any] = (ALL_WAIT, None)
     try:
         done = _try_now(operations) if deadline == 0 else _try_each(operations)
@@ -82,7 +84,7 @@ def select_one(
                 done = _try_each(operations)
             again = True
     except BaseException:
-        for one in operations:  # one of them may have taken an item before a signal handler raised
+        for one in operations:  # an operation may have taken an item before a signal handler raised
             return_taken(one.channel, one.port, one.taken)
         raise
     return done
@@ -183,7 +185,7 @@ class LoopWatch:
     def sleep(self, heard: int, waits: list[Await], seconds: float) -> list[int]:
         """Sleep until a wait changes or ``ring`` is called. Remove and return the waits that have changed."""
         for wait in waits:
-            wait.waiter.bell = self._bell  # before reading ``changed``; otherwise, a wake-up could be missed
+            wait.waiter.bell = self._bell  # set this before reading ``changed``, or a wake-up could be missed
         if self.heard == heard and not any(wait.changed for wait in waits):
             self._bell.sleep(min(time.monotonic() + seconds, NEVER))
         found = [index for index, wait in enumerate(waits) if wait.changed]

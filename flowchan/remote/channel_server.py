@@ -43,7 +43,8 @@ from flowchan.transport.tcp import listen
 from flowchan.transport.versions import differs, versions
 
 ANY_PORT = "127.0.0.1:0"
-# The server remembers this many lost clients, so that it can tell them why it rejects them.
+# The server remembers this many lost clients. If one of them connects again, the server can tell it the
+# reason for the rejection.
 MAX_LOST_CLIENTS = 32
 DISCARD_INTERVAL_S = 0.005  # seconds between checks for more items in a channel that no process uses
 CHILD_TIMEOUT_S = 1.0  # seconds within which a live owner replies to its forked children
@@ -243,8 +244,8 @@ class ChannelServer:
         if found is not None:
             return found
         raise ChannelError(
-            f"channel {number} does not exist at {self.address}: its owner has released it or never made it; "
-            "keep a reference to it while others use it"
+            f"channel {number} does not exist at {self.address}: its owner has released the channel or "
+            "never made it; keep a reference to it in the owner"
         )
 
     def _watch_release(self, channel: Channel[Any], number: int) -> None:

@@ -228,7 +228,7 @@ class Connection(Calls):
             used: bool | None = self.link.await_used(stream.number, count, timeout)
             if used is not False:
                 return used
-            stream.finished.wait()  # then `arrived` is the number of items that the owner has put
+            stream.finished.wait()  # from then on, `arrived` is the number of items that the owner has put
         return stream.arrived >= count
 
     # --- users of the connection ---
@@ -276,7 +276,7 @@ class Connection(Calls):
         with _registry_lock:
             if self._left or self._starting or (self.is_kept and not self.lost):
                 return
-            # Wait for queued notices. This method runs again after each of them.
+            # The queued notices must be sent first. This method runs again after each notice.
             if len(self._notices):
                 return
             if self._users or any(stream.is_open() for stream in self._streams.values()):

@@ -126,14 +126,14 @@ def sealed(item: Any) -> Any:
     if isinstance(packed, list) and any(isinstance(part, Channel) for part in packed):
         take_back()
         raise TypeError(
-            f"can't send {short(item)} to another host: it contains a channel that only processes on one "
-            "machine can share; create the channel with across='hosts'"
+            f"can't send {short(item)} to another host: the item contains a channel that only processes on "
+            "one machine can share; create the channel with across='hosts'"
         )
     if isinstance(packed, list) and any(map(is_storage, packed)):
         take_back()
         raise TypeError(
-            f"can't send {short(item)} to another host: it contains a tensor in memory that only processes "
-            "on one machine can share; send tensor.clone()"
+            f"can't send {short(item)} to another host: the item contains a tensor in memory that only "
+            "processes on one machine can share; send tensor.clone()"
         )
     return Sealed(packed)
 

@@ -309,9 +309,10 @@ class RemoteChannel(Channel[T]):
             return packed
         sent, parcel = False, descriptors.now.packing
         if parcel is not None:
-            # If the owner is lost, ignore it here: the receiver gets an error.
+            # Ignore the loss of the owner here, because the receiver will get an error.
             with contextlib.suppress(Broken, HostError):
-                # Count before the item is sent, because this process may be killed at any moment.
+                # The owner must count the item before it is sent, because this process may be killed at any
+                # moment.
                 sent = self._connection.send(self._number)
         if parcel is not None and sent:
             parcel.counted.append(functools.partial(_item_done, weakref.ref(self._link), self._number))

@@ -29,7 +29,8 @@ def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
         goes_on = stats.state in ("running", "failed") and not supervisor.ended.is_set()
         if remaining <= 0 or not goes_on:
             return False
-        # The statistics of many workers take long, so leave the workers time to start.
+        # Collecting the statistics of many workers takes long. Wait at least as long, so that the workers can
+        # start in the meantime.
         supervisor.ended.wait(min(remaining, max(POLL_INTERVAL_S, now - asked)))
 
 

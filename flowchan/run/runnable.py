@@ -133,7 +133,7 @@ class Runnable(ABC):
         planned = plan(graph, options.seed, memory, finished, samples_items=samples_items)
         run = self._begin(planned, recording, traced)
         undo.pop_all()
-        if port is not None:  # before the page opens: if the page fails, the end of the run closes the port
+        if port is not None:  # open the port first: if the page fails, the end of the run closes the port
             run._serve_metrics(port)
         if options.page:
             run._open_page()

@@ -301,7 +301,7 @@ class Supervisor:
         try:
             while self.state.phase != "ended":
                 self.turn(self._next())
-        except BaseException as error:  # a bug in flowchan, which waiting threads must learn of
+        except BaseException as error:  # a bug in flowchan; waiting threads must learn of it
             self.crashed = error
             self._break(error)
             self.crew.kill()
@@ -322,7 +322,7 @@ class Supervisor:
                 self.feed.end()
                 self._view_socket.close()
                 if self.crashed is None and not self.state.failures:
-                    self.unreported.clear()  # leaving the pool's block no longer needs to wait for this run
+                    self.unreported.clear()  # the end of the pool's block no longer has to wait for this run
         # Warn last, because warning may raise; by now, all waiting threads have learned of the run's end.
         self.crew.warn_of(self.state.abandoned)
 
@@ -403,7 +403,7 @@ class Supervisor:
                     self._decide(event)
             case _:
                 if isinstance(event, Failure) and self._breaks.has_reported(event.worker):
-                    self._tell_break()  # a worker's reports arrive in order, so its break is reported first
+                    self._tell_break()  # the worker reported its broken channel before this failure
                 self._decide(event)
 
     def _decide(self, event: SupervisorEvent) -> None:

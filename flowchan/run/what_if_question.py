@@ -79,5 +79,5 @@ def _factor(faster: float | None) -> float:
 def _require_items(stats: RunStats, stage: str = "") -> None:
     if why := missing(stats, Model.of(stats), stage):
         raise RuntimeError(
-            f"{CALL}: {why} in the last {stats.window:.3g} s; call it later or with a larger window="
+            f"{CALL}: {why} in the last {stats.window:.3g} s; call what_if later or with a larger window="
         )

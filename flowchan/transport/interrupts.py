@@ -203,7 +203,7 @@ def is_interrupt(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return True
     called = list(_called(error))
-    if not called:  # native code raised the error, as it does most pickling errors
+    if not called:  # native code raised the error, such as a pickling error
         return False
     handlers = {_code(handler) for number in signal.valid_signals() if (handler := _handler(number))}
     return not handlers.isdisjoint(called)

@@ -24,7 +24,7 @@ from flowchan.transport.tls import certificate
 
 AT_ONCE = 128
 HANDSHAKE_TIMEOUT_S = 10.0  # seconds allowed for a handshake
-_chooser = random.SystemRandom()  # peers can't predict its choices
+_chooser = random.SystemRandom()  # a generator whose choices peers can't predict
 PAUSE = 0.1  # how long to accept no connections when this process runs out of descriptors, in seconds
 
 

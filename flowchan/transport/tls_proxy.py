@@ -86,7 +86,7 @@ class Encrypted:
         certificate = self._tls.getpeercert(binary_form=True) or b""
         if not hmac.compare_digest(hashlib.sha256(certificate).digest(), fingerprint):
             raise ProxyFailed(
-                "its certificate does not match the one it authenticated with, so the connection is being "
+                "its certificate is not the certificate that it authenticated, so the connection is being "
                 "intercepted"
             )
 

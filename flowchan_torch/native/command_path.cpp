@@ -8,9 +8,9 @@
 // torch's own function for this dispatch key, which calls __torch_dispatch__.
 //
 // Invariants. A kernel changes nothing before it leaves a call to Python. C++ and Python share one
-// dictionary. If the two ever built different keys for a call, the lookup would fail. This would cost time,
-// but would never yield a wrong template. All code here holds the GIL, and appends a command to the buffer in
-// one step.
+// dictionary. If C++ and Python ever built different keys for a call, the lookup would fail. A failed lookup
+// costs time, but never yields a wrong template. All code here holds the GIL, and appends a command to the
+// buffer in one step.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

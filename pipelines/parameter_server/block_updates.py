@@ -59,7 +59,7 @@ class BlockUpdates:
             self.slots |= state.slots
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "slots": {}}  # the block contains the slots
+        return {**vars(self), "slots": {}}  # leave the slots out, because the block contains them
 
     def _states(self) -> list[OptimizerState]:
         return [*self._tables.values(), *([] if self._dense is None else [self._dense])]

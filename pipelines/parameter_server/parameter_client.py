@@ -201,8 +201,8 @@ class ParameterClient(RowClient):
         elif codes is not None:
             if codes == "topk" and rule == "copy":
                 raise ValueError(
-                    'push: rule must be "add" or "gradient" with codes="topk", got "copy"; it would set the '
-                    "elements that topk leaves out to zero"
+                    'push: rule must be "add" or "gradient" with codes="topk", got "copy", which would set '
+                    "the elements that topk leaves out to zero"
                 )
             given = self._encoder.encode(given, codes)
         return given, pushed_size(given, None)

@@ -155,7 +155,7 @@ def _serve(
 ) -> None:
     with contextlib.suppress(ChannelError):  # the remote client may have died
         client = make_client()
-        # counted ports, so that a client on this machine notices if this process dies
+        # Open counted ports, so that a client on this machine notices the death of this process.
         reader, writer = calls.reader(), answers.writer()
         started: deque[tuple[int, Unfinished]] = deque()
         try:

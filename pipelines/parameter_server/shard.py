@@ -83,7 +83,8 @@ class Shard:
         self._updates, self._is_over = updates, is_over
         self._own = memories[number].opened()
         self._others = [memory.opened() for memory in memories if memory is not memories[number]]
-        # None if unknown, as at the start: a killed predecessor may have left a half-written shadow block.
+        # None means that the stale parts are unknown. This is the case at the start, because a killed
+        # predecessor may have left a half-written shadow block.
         self._stale: Changes | None = None
 
     def serve(self, pushes: Iterable[Push]) -> None:

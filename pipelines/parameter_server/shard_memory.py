@@ -321,7 +321,7 @@ class OpenShard:
         number, outcome, value = self._words[at : at + _OUTCOME_WORDS]
         if number > push + 1:
             raise RuntimeError(
-                "wait: the client was closed before this call, and its outcome was overwritten"
+                "wait: the client was closed before this call, and the outcome of the push was overwritten"
             )
         return Outcome(outcome, value) if number == push + 1 else None
 

@@ -101,7 +101,7 @@ class ShardsOnPool:
         graph._serve(*ends)
         hosts = ", ".join(dict.fromkeys(place.host for place in self.places))
         graph._drawn |= {self._name: f"tensors of all clients\non {hosts}", f"{self._name} pushes": None}
-        weakref.finalize(graph, self.end)  # for a graph that never runs
+        weakref.finalize(graph, self.end)  # ends the server of a graph that never runs
 
     def client(self) -> ParameterClient:
         """Create a client.

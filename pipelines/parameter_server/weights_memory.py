@@ -91,7 +91,7 @@ class WeightsAddress:
                 if version != _UNFINISHED:
                     return PinnedVersion(fd, self.size, version, step)
             except BlockingIOError:
-                pass  # the trainer writes into this slot, so the latest version is in another one
+                pass  # the trainer writes into this slot, so another slot has the latest version
             except BaseException:
                 os.close(fd)
                 raise
@@ -143,7 +143,9 @@ class PinnedVersion:
         while into:
             count = os.preadv(self._fd, [into], offset)
             if not count:
-                raise EOFError(f"a slot of the weights must extend past byte {offset}, but was truncated")
+                raise EOFError(
+                    f"the file of the weights must be longer than {offset} bytes, but it was truncated"
+                )
             into, offset = into[count:], offset + count
 
     def close(self) -> None:

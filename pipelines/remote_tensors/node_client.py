@@ -425,7 +425,8 @@ class NodeClient:
         if self.closed:
             raise Closed(f"{self.device}: the nodes were closed; fetch values before close()")
         if self.death is not None:
-            # The program does not see an exception in the background thread, so it still has to be raised.
+            # The program does not see an exception in the background thread. The error must then be raised
+            # once more, in a thread of the program.
             if not flusher.flusher.is_current():
                 self.death_raised = True
             raise self.death_error()

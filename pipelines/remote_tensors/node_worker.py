@@ -120,7 +120,7 @@ class ClientTable:
 
     def __init__(self, replies: Channel[Any], number: int) -> None:
         self.replies, self.number = replies, number
-        self.events = Outbox(replies)  # never waits for room, because another node may wait for this one
+        self.events = Outbox(replies)  # never waits for room, because another node may wait for this node
         self.tensors: dict[int, Any] = {}
         self.templates: dict[int, Compiled] = {}
         self.unfetched: dict[int, RemoteFailure] = {}

@@ -72,7 +72,8 @@ class SentCommands:
             running: Number of the operation that the node was running, or minus the number of the last
                 finished operation. None if unknown.
         """
-        # In this order, the copies contain the templates of all messages that the node has not handled.
+        # Copy the messages first: the copied templates then include those of all messages that the node has
+        # not handled.
         messages, templates, handled = self._messages.copy(), self._templates.copy(), self._handled
         recent = [message for count, message in messages if count > handled]
         operations = [*_operations(recent, templates), *_commands(unsent, templates)]

@@ -312,7 +312,7 @@ class Evaluated:
                 self.kept.append(place)
                 self.outputs.append(meta_of(client, leaf))
             elif leaf is not None and not isinstance(leaf, torch.Tensor):
-                raise NotImplementedError(f"{plan.name} returns a {type(leaf).__name__}")
+                raise NotImplementedError(f"{plan.name}: results must be tensors, got {type(leaf).__name__}")
         counter = iter(range(len(self.outputs)))
         self.results = self._structure(result, places, counter)
         self.single = type(self.results) is Slot

@@ -124,7 +124,7 @@ def _check_skips(module: nn.Sequential) -> None:
             if stashed.pop(layer.name, None) is None and layer.name not in unknown:
                 raise ValueError(
                     f"Sequential: layer {path!r}, {layer!r}, must have its own Stash({layer.name!r}) "
-                    "before it, but that is missing or already popped; put one Stash before each Pop"
+                    "before it, but that Stash is missing or already popped; put one Stash before each Pop"
                 )
         else:
             inside = {inner.name for inner in layer.modules() if isinstance(inner, (Stash, Pop))}
@@ -262,7 +262,8 @@ def checked_devices(devices: Any, parts: int, on: Placement) -> list[torch.devic
         )
     found = [torch.device(name) if on.hosts else _device(name) for name in devices]
     if on.own_process and not on.hosts and forks() and any(device.type == "cuda" for device in found):
-        # If the program receives an output before it forks more workers, it has already initialised CUDA.
+        # Receiving an output initialises CUDA in the program. After that, the program must not fork more
+        # workers.
         raise ValueError(
             f"Sequential: devices={short(devices)} cannot be used in forked processes, because CUDA does not "
             'survive a fork; call multiprocessing.set_start_method("spawn") first, or use on="thread"'

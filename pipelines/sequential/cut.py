@@ -182,8 +182,8 @@ class Cut:
         parameters = sum(one.numel() for one in self.module.parameters() if one.requires_grad)
         if not back or not parameters:
             return chunks
-        # Use at least two micro-batches per part. Otherwise, idle workers would lose more time than they save
-        # by adding fewer gradients.
+        # Use at least two micro-batches per part. Fewer micro-batches mean fewer additions of gradients, but
+        # the idle time of the workers would cost more.
         return min(chunks, max(int(work / (ADDS * parameters)), 2 * len(self.parts)))
 
     def measure(self, piece: Any) -> None:
@@ -200,7 +200,7 @@ class Cut:
             try:
                 costs = balancing.costs(self.module, piece, "time", threads, backward=False)
                 plain = balancing.seconds(self.module, piece)
-            except Exception:  # a layer cannot be copied, or fails, which the run will report
+            except Exception:  # a layer cannot be copied, or it fails; the run will report this
                 return
             counts = balancing.best_split(costs, number)
             if counts != [len(part.module) for part in self.parts]:
@@ -221,7 +221,7 @@ class Cut:
         threads = torch.get_num_threads()
         with_threads = f"torch's {threads} compute threads" if threads > 1 else "one compute thread"
         warnings.warn(
-            f"Sequential: with {len(self.parts)} parts, the module will not be faster than the "
+            f"Sequential: with {len(self.parts)} parts, the pipe will not be faster than the "
             f"plain module with {with_threads}: {samples} samples take at least "
             f"{expected * 1e3:.2g} ms instead of {plain * 1e3:.2g} ms; use larger batches or "
             "fewer chunks",

@@ -50,7 +50,7 @@ def test_few_workers_hold_an_output_while_the_channel_is_full(capacity: int, sin
         thread.start()
     wait_blocked(after, writers=WORKERS - 1)
     assert after.stats().items_out == 0
-    # item 0, the items with parked outputs, and the items whose outputs wait for room
+    # workers have taken item 0, the items with parked outputs, and the items whose outputs wait for room
     taken = before.stats().items_out
     assert capacity <= taken <= capacity + CROWD
     before.close()

@@ -58,7 +58,7 @@ def test_taken_items_are_seen_until_they_are_finished() -> None:
     first, second = channel.reader(), channel.reader()
     first.get(), second.get()
     assert [(one.number, one.leased) for one in seen(channel)] == [(0, True), (1, True), (2, False)]
-    first._give_up()  # its item returns to the channel
+    first._give_up()  # the reader's item returns to the channel
     assert [(one.number, one.leased) for one in seen(channel)] == [(0, False), (1, True), (2, False)]
     second.close()
     assert [(one.number, one.leased) for one in seen(channel)] == [(0, False), (2, False)]
@@ -72,7 +72,7 @@ def test_item_beyond_the_limit_is_not_copied() -> None:
     looks = seen(channel, most_bytes=2000)
     assert [one.payload is None for one in looks] == [False, True, False]
     assert looks[1].text() == "<an item of 100,000 bytes>"
-    # a look ends before an item that a later look can copy
+    # this look lacks room for item 2, so it ends before that item; a later look can copy the item
     assert [one.number for one in seen(channel, most_bytes=1999)] == [0, 1]
     assert [one.payload is None for one in seen(channel, first=2, most_bytes=1999)] == [False]
 

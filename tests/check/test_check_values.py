@@ -65,9 +65,9 @@ def test_result_that_is_not_iterable_is_reported(graph: Blueprint) -> None:
     begin: Any = graph.source
     begin(one).flat_map(to_text).flat_map(maybe).flat_map(Path).sink(print)
     assert [problem.message for problem in check(graph)] == [
-        "source iterates over the result of 'one', but its type is int; return an iterable, or yield the "
-        "items",
-        "flat_map iterates over the result of 'Path', but its type is Path; return an "
+        "source iterates over the result of 'one', but that result has type int; return an iterable, or "
+        "yield the items",
+        "flat_map iterates over the result of 'Path', but that result has type Path; return an "
         "iterable, or yield the items",
     ]
 

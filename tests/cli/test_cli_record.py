@@ -83,7 +83,7 @@ def test_record_reports_that_a_limit_ended_the_recording(
 ) -> None:
     result = flowchan("record", "words.py:made", "numbers", "--most", "4")
     reason = "the limit of 4 items was reached"
-    assert f"'numbers' ended after 4 items, and the run continues: {reason}" in caplog.text
+    assert f"'numbers' ended after 4 items, because {reason}" in caplog.text
     assert f"the recording ended before the channel did: {reason}\n" in result.stdout
     assert list(Recording("items.rec")) == list("0123")
     flowchan("record", "words.py:made", "words", "--max-bytes", "0.5KB")
@@ -222,7 +222,7 @@ def test_incomplete_recording_is_reported_but_replayed(folder: Path) -> None:
     flowchan("record", "words.py:made", "words")
     data = (folder / "items.rec").read_bytes()
     (folder / "items.rec").write_bytes(data[:-120])
-    incomplete = "it is incomplete, because its program was killed or is still running"
+    incomplete = "the file is incomplete: its program was killed or is still running"
     assert incomplete in flowchan("peek", "items.rec").stdout
     result = flowchan("replay", "words.py:made", "inverse", "items.rec")
     assert incomplete in result.stderr

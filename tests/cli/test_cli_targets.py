@@ -149,7 +149,7 @@ def test_argument_without_a_supported_annotation_stays_a_string(annotation: Any)
 @pytest.mark.parametrize("annotation", [list, list[str], list[int] | None, tuple[int, ...], set, dict])
 def test_argument_annotated_as_list_is_rejected(annotation: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"^a value of type \w+ is needed, got the single string 'ab'; annotate"
+        ValueError, match=r"^the value must be of type \w+, got the single string 'ab'; annotate"
     ):
         converted("ab", annotation)
 

@@ -129,7 +129,10 @@ def test_receive_any_does_not_wait_for_started_receives() -> None:
         if g.rank:
             return g.receive(0)
         handle = g.receive(1, wait=False)
-        message = r"receive_any: earlier receives must be complete, but one from rank 1 is in progress; wait"
+        message = (
+            "receive_any: earlier receives must be complete, but the receive from rank 1 is still in "
+            "progress; wait"
+        )
         with pytest.raises(GroupError, match=message):
             g.receive_any()
         with pytest.raises(

@@ -26,7 +26,7 @@ def members() -> Iterator[Any]:
     yield made
     for member in made:
         member.close()
-    made.clear()  # pytest keeps this list after the test
+    made.clear()  # empty the list, because pytest keeps it after the test
     del member
 
 

@@ -40,7 +40,7 @@ def depth(tree: Tree, host: int) -> int:
     return 0 if host == tree.root else 1 + depth(tree, tree.parent[host])
 
 
-# the machine decides how quickly examples are generated
+# the machine, not the test, determines how quickly examples are generated
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.data(), st.integers(2, 9), st.booleans())
 def test_tree_connects_all_hosts_to_its_root(data: Any, hosts: int, small: bool) -> None:
@@ -98,7 +98,8 @@ def test_noise_does_not_change_the_tree() -> None:
 def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
     lists = [list(meetings(hosts, host)) for host in range(hosts)]
     assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
-    # two hosts measure when each host is next on the other's list; without such a pair, all hosts would hang
+    # two hosts measure when each host is next on the list of the other; without such a pair, all hosts would
+    # hang
     while any(lists):
         pairs = {tuple(sorted((host, met[0]))) for host, met in enumerate(lists) if met}
         meeting = [(low, high) for low, high in pairs if lists[low][0] == high and lists[high][0] == low]

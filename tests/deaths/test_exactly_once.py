@@ -405,5 +405,5 @@ def test_counter_that_restarts_in_a_replacement_is_reported() -> None:
     run, results = ended(graph)
     assert results[counted] == [*range(1, 51), *range(1, 51)]
     (warning,) = run.stats().warnings
-    assert warning.startswith("worker work 1 was replaced and has a new Count; everything")
+    assert warning.startswith("worker work 1 was replaced and has a new Count; the state of")
     assert f"warning: {warning}" in run.report().splitlines()

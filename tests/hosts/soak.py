@@ -30,7 +30,8 @@ from tests.support.local_agents import agents_of
 from tests.support.network_proxy import Wire, wired
 
 HANG = 120.0
-# most agents to kill or disconnect per run, because a run abandons hosts whose agents die too often
+# maximum number of agents to kill or disconnect per run, because a run abandons hosts whose agents die too
+# often
 MOST_AGENTS = 8
 PEER_TIMEOUT_S = 2.0
 DEEDS = {

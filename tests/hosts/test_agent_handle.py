@@ -67,7 +67,7 @@ def test_agent_survives_a_recently_broken_connection():
         agent.link = BreaksMeanwhile()  # type: ignore[assignment]
         agent._give_up_at = 0.0  # the time to start has already expired
         agent.handle_events()
-        for _ in range(2):  # the first check sees the break, and the second one its event
+        for _ in range(2):  # the first check sees the break, and the second check its event
             assert agent.check(0.0) is not None
         assert agent.why == ""
 

@@ -184,7 +184,7 @@ def test_channel_survives_until_the_next_receiver_gets_its_item():
     def receive_and_drop():
         reader = carrier.reader()
         reader.get().put("from the first")
-        for _ in range(20):  # after these round trips, the owner knows of the drop
+        for _ in range(20):  # after these round trips, the owner knows that the channel was dropped
             len(ready)
         ready.put("dropped")
         signal.pause()

@@ -47,7 +47,7 @@ def put_beyond_room(channel, item):
     ring = channel._ports[False]._stream.ring
     while True:
         ring._allow(ring.stats().items_in + 1)
-        with contextlib.suppress(Full):  # the owner has just reported its room again
+        with contextlib.suppress(Full):  # the owner has just reported its own limit again
             return ring.put_nowait(item)
 
 

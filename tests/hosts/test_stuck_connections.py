@@ -34,7 +34,7 @@ def test_large_item_arrives_over_several_short_connections() -> None:
         graph = Graph("limited")
         result = graph.source(given).map(doubled, on=pool).collect()
         assert graph.run()[result] == [item + item for item in given]
-    # 7.5 MB of items and 15 MB of outputs, 1 MB for one of the directions of each connection
+    # 7.5 MB of items and 15 MB of outputs; each connection breaks after 1 MB in one of the two directions
     assert 15 <= wire.connections <= 40
 
 

@@ -179,7 +179,7 @@ def test_predictions_rank_worker_for_slowest_stage_first() -> None:
     graph.source(range(60)).map(nap_8, name="slow").sink(nap_2, name="end")
     run = ended(graph)
     more, other = run.what_if("slow", workers=+1), run.what_if("end", workers=+1)
-    assert more.gain > other.gain  # by how much depends on the cores that other programs leave
+    assert more.gain > other.gain  # the difference depends on the load of the machine
     assert more.limited_by == "slow"
     assert other.gain < 1.1
     assert {found.stage for found in run.what_if()[:2]} == {"slow"}

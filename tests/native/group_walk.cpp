@@ -3,7 +3,7 @@
 // must end in the same way. In the mode "closes", another thread closes the member at the fault point
 // instead. The other members must then behave as after a death. Arguments: the number of the operation, the
 // number of members, the member that dies, the distance between tested fault points, and "dies" or "closes".
-// If the third argument equals the second, both the first and the last member die.
+// If the member that dies equals the number of members, both the first and the last member die.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -240,8 +240,8 @@ bool group_survives(int operation, uint32_t size, std::vector<uint32_t> dying, u
 
 }  // namespace
 
-// Kill the member at the chosen fault point, or close it in another thread. In the latter case, continue once
-// that thread no longer runs, because it then waits for the operation to end.
+// Kill the member at the chosen fault point, or close it in another thread. After starting that thread,
+// continue once the thread no longer runs, because it then waits for the operation to end.
 void flowchan::fault_point() {
     if (!remaining_points || --remaining_points) return;
     if (!closes) raise(SIGKILL);

@@ -1,5 +1,5 @@
 // Random kills while readers view items in place and writers fill outputs in place. Sizes vary and memory is
-// short, so blocks are often cut between viewed ones. A payload's bytes are computed from its number. The
+// short, so blocks are often cut between viewed blocks. A payload's bytes are computed from its number. The
 // test checks them after the get and right before the view ends, to detect overwritten data.
 //
 // If the stage is unordered, unsupervised readers also take part. They take items and give them back, keep

@@ -1,8 +1,8 @@
 // `walk EVERY [NAME …]` walks the named operations, or all of them. For each operation, it prints a line with
-// the name and two numbers. They say how often a process was killed in the operation, and how often a second
-// process was killed in the recovery. The walk kills a process at each fault point of the operation, and a
-// second process at every EVERY-th fault point of the recovery. The walk stops at the first violation. `list`
-// only prints the names. `planted` walks an operation that must fail.
+// the name and two numbers. The first number counts the kills in the operation, and the second the kills of a
+// second process in the recovery. The walk kills a process at each fault point of the operation, and a second
+// process at every EVERY-th fault point of the recovery. The walk stops at the first violation. `list` only
+// prints the names. `planted` walks an operation that must fail.
 #include "walk.hpp"
 
 #include <algorithm>

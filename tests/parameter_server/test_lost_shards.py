@@ -47,7 +47,7 @@ def test_lost_shard_is_named_and_the_saved_state_continues(victim: str, tmp_path
     assert agent is not None
     assert agent.pid in [one.pid for one in agents_of(psutil.Process())]
     (agent if victim == "agent" else keeper).kill()
-    keeper.wait(WAIT_LIMIT_S)  # it ends soon after its agent, but may still apply a push before
+    keeper.wait(WAIT_LIMIT_S)  # the shard ends soon after its agent, but may still apply a push before that
     for call in (
         lambda: client.push(ones()).wait(WAIT_LIMIT_S),
         lambda: client.pull(timeout=WAIT_LIMIT_S),

@@ -300,5 +300,5 @@ def test_wait_after_close_raises_if_later_pushes_overwrote_the_outcome() -> None
         for _ in range(PENDING + 1):
             last = other.push({"w": np.ones(2)})
         last.wait(WAIT_LIMIT_S)
-        with pytest.raises(RuntimeError, match="its outcome was overwritten"):
+        with pytest.raises(RuntimeError, match="the outcome of the push was overwritten"):
             handle.wait(WAIT_LIMIT_S)

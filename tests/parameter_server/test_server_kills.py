@@ -99,7 +99,8 @@ def test_push_is_applied_once_if_worker_dies_at_any_line(
         assert (stats.version, stats.pushes) == (pushes, pushes)
         assert server._run is not None
         (stage,) = [stage for stage in server._run.stats().stages if stage.name == server.name]
-        # the last pushes execute fewer lines than their number
+        # the last workers survive, because a push executes fewer lines than the number of the line at which
+        # they would die
         assert 40 // every < stage.restarts < pushes
 
 

@@ -104,7 +104,7 @@ def test_death_of_a_participant_does_not_release_the_others_early(across: Any) -
     barrier = Barrier(2, across=across)
     first = PEERS[across](barrier.wait)
     wait_blocked(barrier._generation.gates[0], readers=1)
-    os.kill(first.pid(), signal.SIGSTOP)  # so the first thread cannot return from its first wait
+    os.kill(first.pid(), signal.SIGSTOP)  # keeps the first process inside its first wait
     assert barrier.wait() == 1
     first.kill()
     first.join()

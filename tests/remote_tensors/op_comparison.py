@@ -99,7 +99,8 @@ def run(entry: Entry, sample: Any, device: str) -> Any:
     if entry.op.name in WITHOUT_TENSORS:
         return entry.op.op(first, *args, **kwargs)
     if device != "cpu" and not list(tensors((first, args, kwargs))) and "device" not in kwargs:
-        # a factory; it needs the device, or the comparison would prove nothing
+        # without the device, a factory would create its tensor on the CPU, and the comparison would prove
+        # nothing
         kwargs["device"] = torch.device(device)
     torch.manual_seed(2)
     if entry.kind == "backward":

@@ -74,7 +74,7 @@ def test_report_of_an_abort_comes_before_channels_found_broken(line: Line) -> No
 
 
 def test_break_without_a_report_began_at_its_first_channel(line: Line) -> None:
-    line.breaks.record_met(Met(SECOND, ("first",)))  # it then breaks its other channel, "second"
+    line.breaks.record_met(Met(SECOND, ("first",)))  # the worker then breaks its other channel, "second"
     line.broken = {None: ["second", "first"]}
     line.breaks.check()
     found = line.breaks.failure()
@@ -130,7 +130,7 @@ def test_break_by_the_supervisor_has_no_cause(line: Line) -> None:
     line.breaks.record_met(Met(SECOND, ("first",)))
     line.now += 2 * POLL_INTERVAL_S
     line.breaks.check()
-    assert line.asked == [None]  # only before the end
+    assert line.asked == [None]  # no check has followed the end
     assert line.breaks.failure() is None
     assert not line.is_due(all_reported=True)
 

@@ -119,7 +119,7 @@ def interrupted(
 def test_stop_signal_returns_the_finished_results(
     variant: str, signum: signal.Signals, tmp_path: Path
 ) -> None:
-    # the variants with "body" sum fewer items, because nothing reads during that block
+    # in the variants with "body", wait for fewer items, because no code reads results during that block
     text = SUM.replace("WAY", variant).replace("ENOUGH", "20" if "body" in variant else "500")
     with start(script(tmp_path, text)) as process:
         code, out, err = interrupted(process, signum)

@@ -206,7 +206,7 @@ def test_limit_ends_recording_with_a_warning_but_not_run(
     assert len(Recording(path)) == items
     assert reason in Recording(path).stopped
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert f"channel 'data' ended after {items} items, and the run continues: {reason}" in warning
+    assert f"channel 'data' ended after {items} items, because {reason}" in warning
 
 
 def test_item_that_cannot_be_pickled_ends_recording_but_not_run(path: Path) -> None:

@@ -105,7 +105,7 @@ def test_late_item_goes_to_the_errors_stream() -> None:
     assert isinstance(failed, Failed)
     assert failed.item == 2
     assert isinstance(failed.error, LateItem)
-    assert "18 s behind the latest one, but allowed_lateness is 0 s" in str(failed.error)
+    assert "18 s behind the latest item, but allowed_lateness is 0 s" in str(failed.error)
 
 
 def test_late_item_ends_the_run_without_an_errors_stream() -> None:
@@ -344,7 +344,7 @@ def test_windows_still_end_after_the_clock_is_set_back(set_back: threading.Event
         yield from itertools.takewhile(lambda _: not ended.wait(0.01), itertools.count(2))
 
     def key(number: int) -> None:
-        if number == 1:  # the time of number 0 has been taken
+        if number == 1:  # by now, number 0 has its time
             arrived.set()
 
     def note(window: Window[int]) -> Window[int]:

@@ -24,7 +24,7 @@ def started(file: str, given: socket.socket, *arguments: str, **environment: str
         pass_fds=[given.fileno()],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **environment},
-        process_group=0,  # Ctrl-C must not end it before the processes that use it
+        process_group=0,  # Ctrl-C must not end the server before the processes that use it
     )
 
 

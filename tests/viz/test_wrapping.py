@@ -52,7 +52,7 @@ def test_every_graph_is_placed_within_the_width(graph: tuple[int, list[tuple[int
     assert len(places) == count
     assert all(0 <= column < width for _, column in places)
     for writer, reader in arrows:
-        if reader > writer:  # it leads right in an even row, left in an odd row, or to a later row
+        if reader > writer:  # the arrow leads right in an even row, left in an odd row, or to a later row
             (row, column), (row_to, column_to) = places[writer], places[reader]
             assert row_to > row or (row_to == row and (column_to < column if row % 2 else column_to > column))
 

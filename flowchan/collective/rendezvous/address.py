@@ -105,7 +105,7 @@ def _first_listener(rank: int | None, at: str, remaining: RemainingTime) -> List
     try:
         return listen(at, remaining())
     except OSError as error:
-        if rank is None and error.errno == errno.EADDRINUSE:  # another member listens here, so it is rank 0
+        if rank is None and error.errno == errno.EADDRINUSE:  # the member that listens here is rank 0
             return None
         # The address belongs to another host, or its name cannot be resolved yet.
         if rank is None and error.errno == errno.EADDRNOTAVAIL and remaining():

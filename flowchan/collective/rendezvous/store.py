@@ -44,7 +44,7 @@ def meet_by_store(store: Any, rank: int, size: int, timeout: float, name: str = 
     connector = Connector(bytes.fromhex(secret), route_to(master, timeout))
     group = meet_by(gather, rank, connector, timeout, name)
     try:
-        group.barrier()  # afterwards, all members have read the last values
+        group.barrier()  # after the barrier, all members have read the last values
     except BaseException:
         group.close()
         raise

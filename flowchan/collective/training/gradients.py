@@ -491,7 +491,7 @@ class ElasticAverage:
                 torch.sub(parameter, centre.views[parameter], out=pull).mul_(self._strength)
         own = [(parameter, pull.clone()) for pulls in self._pulls for parameter, pull in pulls.views.items()]
         self._move(contributes=True)
-        for parameter, pull in own:  # last: if a member has died, _move() raises before any change
+        for parameter, pull in own:  # only after _move(), which raises if a member has died
             parameter.sub_(pull)
 
     def join(self) -> None:

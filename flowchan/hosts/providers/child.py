@@ -89,7 +89,7 @@ class AgentProcess:
         self._signal(self._kill_by)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:  # otherwise, the id may now belong to another process
+        if self._process.returncode is None:  # after the process is reaped, another process may get its id
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
 

@@ -170,7 +170,7 @@ class Forked:
         """Request a fork, and wait until the agent has been forked."""
         self._pid: int | None = None
         self._why: str | None = None
-        os.lseek(launch_fd, 0, os.SEEK_SET)  # rewind, because a server that died may have read part of it
+        os.lseek(launch_fd, 0, os.SEEK_SET)  # a dead server may have read part of the file
         self._seed, self._socket = _request_agent(launch_fd)
         try:
             self._receive()
@@ -310,7 +310,7 @@ def end_seeds() -> None:
 
 
 def _end_at_exit() -> None:
-    abort_unfinished()  # so that no run replaces its lost agents
+    abort_unfinished()  # first, so that no run replaces the agents that end now
     end_seeds()
 
 

@@ -76,7 +76,7 @@ class OutputRelay:
                 return
             line = text.encode()  # text before the mark that did not end with a newline
         self._last.append(text)
-        if sys.__stderr__ is None:  # it was closed before Python started; descriptor 2 is another file
+        if sys.__stderr__ is None:  # stderr was closed before Python started, so 2 is another file
             return
         try:
             # Write in a single call, so that lines from different hosts do not mix.

@@ -187,7 +187,7 @@ class HeldByRay:
         try:
             result = self._ray.get(self._held)
         except errors.ActorUnavailableError:
-            # Call again. If the actor is still alive, this call queues behind the earlier one.
+            # Repeat the call. If the actor is still alive, the new call queues behind the earlier call.
             self._held = self._actor.result.remote()
             return None
         except errors.RayTaskError as error:

@@ -20,7 +20,7 @@ class Gangs:
 
     def __init__(self) -> None:
         self._memberships: dict[WorkerId, Any] = {}
-        # Channels that deliver the later memberships of elastic gangs.
+        # Channels through which workers of elastic gangs get their later memberships.
         self._next: dict[WorkerId, Channel[Any]] = {}
         # For each elastic gang: the overseer of its current group, and the ranks of the members.
         self._groups: dict[str, tuple[Any, dict[WorkerId, int]]] = {}

@@ -127,7 +127,7 @@ def _gil(view: _View) -> Cause | None:
         return None
     cpu = {load.stage.name: (load.worked.cpu or 0.0) / view.window for load in local}
     used = sum(cpu.values())
-    # A thread may have held the lock while it waited for a core.
+    # A thread may have held the GIL while it waited for a core.
     held = used + sum(
         min((load.worked.ready or 0.0) / view.window, CROWDED * cpu[load.stage.name]) for load in local
     )

@@ -217,7 +217,7 @@ class Feed:
         for call in calls:
             try:
                 call()
-            except Exception as error:  # the other functions must still release their resources
+            except Exception as error:  # call the other functions anyway, because they release resources
                 log.warning("a function could not be called at the end of a run: %s", text_of(error))
 
     def _leave(self, one: Subscription) -> None:

@@ -111,7 +111,7 @@ class ViewSocket:
             self._name = name
             listener.listen()
             return
-        raise OSError(f"this program already has {MOST_RUNS} sockets, which is the maximum")
+        raise OSError(f"this program already has view sockets for {MOST_RUNS} runs, the maximum")
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -191,10 +191,10 @@ class ViewConnection:
         """Read the viewer's request, and start to show items if there is one."""
         request = b""
         if not self._unsent:
-            with contextlib.suppress(OSError):  # raised without a request, or if the viewer has left
+            with contextlib.suppress(OSError):  # raised if no request has come, or if the viewer has left
                 request = self._connection.recv(MOST_REQUEST)
         if request:
-            from flowchan.run.observe.item_viewer import ItemViewer  # most runs do not need it
+            from flowchan.run.observe.item_viewer import ItemViewer  # imported late: few runs need it
 
             self._items = ItemViewer(self._connection, self._channels, request, _line)
 

@@ -285,8 +285,8 @@ def _state_lost(state: PolicyState, death: Death) -> tuple[Action, ...]:
     if name is None or death.unbegun > 0:
         return ()
     text = (
-        f"worker {death.worker} was replaced and has a new {name}; everything that the old one had "
-        "stored is lost. If results depend on its state, set restarts=0, so that a death ends the run"
+        f"worker {death.worker} was replaced and has a new {name}; the state of the old {name} is "
+        "lost. If results depend on this state, set restarts=0, so that a death ends the run"
     )
     return (Warn(death.worker.stage, "state", text),)
 

@@ -104,7 +104,7 @@ def begin(info: Worker) -> None:
     """Set the worker of this process and seed the generators before any user code is loaded."""
     global _of_process
     _of_process = info
-    # A forked process has inherited its parent's finder.
+    # Remove the finder that a forked process has inherited from its parent.
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _SeedOnImport)]
     sys.meta_path.insert(0, _SeedOnImport(info.seed))
     for name in SEEDED:

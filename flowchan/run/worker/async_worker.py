@@ -42,7 +42,7 @@ class _Selector(selectors.DefaultSelector):
     is_idle = False
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # The only socket is then the loop's own, through which other threads wake it.
+        # If there is only one socket, it is the loop's own, through which other threads wake the loop.
         self.is_idle = timeout is None and len(self.get_map()) == 1
         return super().select(timeout)
 

@@ -28,7 +28,7 @@ class Gpus:
     def __init__(self) -> None:
         # Free share of each GPU, or ``None`` before the first request.
         self._free: dict[str, float] | None = None
-        # GPUs that each worker has reserved, and its share of each.
+        # The GPUs that each worker has reserved, and the worker's share of each GPU.
         self._held: dict[WorkerId, tuple[list[str], float]] = {}
 
     def take(self, id: WorkerId, number: float) -> str | None:

@@ -174,7 +174,8 @@ def _open_channel(edge: Edge, plan: Plan) -> Channel[Any]:
         if edge.routed:
             channel._keep_numbers()
         elif edge.transport.copies:
-            # Outputs are matched to items by number, so no two workers may use the same numbers.
+            # Each output carries the number of its input item, so the items of two workers must not have the
+            # same number.
             channel._number_from(edge.to_worker << _NUMBER_BITS)
     channel._share = plan.share
     return channel

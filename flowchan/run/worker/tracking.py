@@ -57,7 +57,7 @@ class Tracking:
         self.finished = finished
         self._tell = tell
         self._whole: Mark | None = None  # first mark of the item that is being split
-        self._parts = 0  # number of its parts that have been put
+        self._parts = 0  # number of this item's parts that have been put
         self._unbatching = False
 
     def left(self, item: Any) -> None:

@@ -192,8 +192,8 @@ def _late(job: OperatorJob, item: Any, seconds: float) -> None:
     job.give_up(
         item,
         LateItem(
-            f"{job.kind}: the item is {seconds:g} s behind the latest one, but allowed_lateness is "
-            f"{lateness:g} s; increase it, or read the errors stream"
+            f"{job.kind}: the item is {seconds:g} s behind the latest item, but allowed_lateness "
+            f"is {lateness:g} s; increase allowed_lateness, or read the errors stream"
         ),
     )
 

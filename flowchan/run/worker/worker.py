@@ -123,7 +123,7 @@ def work(
     except BaseException as error:  # a worker that does not report its end would make the run wait forever
         with contextlib.suppress(Closed, Broken):  # raised after the end of the run
             tell(Failure(worker, Portable(error) if sends else error, None, os.getpid()))
-    hears_aborts.set(None)  # since Python 3.14, a thread keeps its context after it ends
+    hears_aborts.set(None)  # clear this, because since Python 3.14 a thread keeps its context after its end
     release.done()
     # The supervisor must learn of this worker's end before the other members of the group do.
     if membership is not None:

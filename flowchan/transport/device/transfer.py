@@ -160,7 +160,7 @@ class TransferState:
         with self.lock:
             for key, kept in list(self.kept.items()):
                 kept.sweep()
-                # Two references always exist: the one in ``kept``, and the argument of getrefcount.
+                # Two references always exist: the reference in ``kept``, and the argument of getrefcount.
                 is_used = sys.getrefcount(kept.channel) > 2
                 if not kept.blocks or not (is_used or _is_open_in_other_process(kept.channel)):
                     del self.kept[key]

@@ -73,8 +73,8 @@ class TrainingWorker(PipelineWorker):
     def _train(self, train: Train) -> WorkerAnswer:
         job = self.job
         self.losses = []
-        # On threads without an optimizer in the workers, keep the gradients, which accumulate in the user's
-        # parameters for the program's own optimizer.
+        # If the workers are threads and have no optimizer, keep the gradients. They accumulate in the user's
+        # parameters, which the program's own optimizer updates.
         if job.optimizer is not None or job.own_process:
             for parameter in job.parameters:
                 parameter.grad = None
