@@ -31,7 +31,7 @@ from benchmarks.peers import CONTEXT
 
 WIDTH, LAYERS, CHUNKS = 512, 16, 8
 SAMPLES = 512 * CHUNKS
-SIZES = ((SAMPLES, "", 1.85), (SAMPLES // 4, " of a quarter", 1.6))
+SIZES = ((SAMPLES, "", 1.85), (SAMPLES // 4, ", quarter batch size", 1.6))
 """Number of samples in a batch, its label, and the target as a multiple of the plain module's speed."""
 
 SETTING = (

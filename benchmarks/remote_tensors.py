@@ -23,8 +23,8 @@ ISOLATES = (
     "arguments are two RRefs, and the worker applies the operation to their local values. Monarch runs in "
     "its own Python if `MONARCH_PYTHON` names one; without Monarch, its rows are missing. The local "
     "program includes the kernels. Copies are timed by the wall clock. The receiver reads each copy once "
-    "per page. The memory copy is read in the same way, and its pages are already allocated. The network "
-    "of the training step has the layers 64-128-10 and a batch of 32. Each round starts new processes."
+    "per page. The memory copy is read in the same way, and its pages are already allocated. The training "
+    "step uses a network with layer sizes 64-128-10 and a batch size of 32. Each round starts new processes."
 )
 MICROSECOND = 1e-6
 PYTHON_S, NATIVE_S, ITEM_S = 8 * MICROSECOND, 3 * MICROSECOND, 60 * MICROSECOND

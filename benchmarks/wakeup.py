@@ -21,13 +21,14 @@ from benchmarks.peers import (
 
 ISOLATES = (
     "One channel has one writer and one reader. The writer sleeps 2 ms before each put, so that the reader is"
-    " asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The OS pipe is "
-    "os.write and os.read of 8 bytes, without pickling. The quantiles cover the wake-ups of all rounds."
+    " asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The row of "
+    "the OS pipe measures os.write and os.read of 8 bytes, without pickling. The quantiles cover the "
+    "wake-ups of all rounds."
 )
 
 QUANTILES = (0.5, 0.99, 0.999)
 PAUSE = 0.002
-# Number of wake-ups that are not measured, because the first put of a multiprocessing.Queue starts a thread.
+# Number of initial wake-ups that are not measured. The first put of a multiprocessing.Queue starts a thread.
 WARM_UP = 10
 
 

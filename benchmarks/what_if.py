@@ -94,7 +94,7 @@ class Trial:
 
     @property
     def is_right(self) -> bool:
-        """Return whether prediction and measurement agree about a gain of more than 5 %."""
+        """Return whether prediction and measurement agree on whether the gain exceeds 5 %."""
         return (self.predicted > GAIN) == (self.measured > GAIN)
 
 

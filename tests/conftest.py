@@ -383,7 +383,7 @@ def described(held: str) -> str:
 
 
 def holdings() -> set[str]:
-    """Describe in readable words what this process holds. This takes a fraction of a millisecond."""
+    """Describe what this process holds in human-readable form. This takes a fraction of a millisecond."""
     tasks = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     return tasks | descriptors() | mappings() | children()
 

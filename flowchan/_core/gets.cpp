@@ -34,8 +34,8 @@ bool is_of_a_handler(PyObject* error) {
     return answer;
 }
 
-// How a get treats the items already on lease. Next: finish them. More: keep them. Rest: keep them, and leave
-// an item that cannot be received to the next call, which raises the error.
+// How a get treats the items already on lease. Next: finish them. More: keep them. Rest: keep them. If
+// an item cannot be received, leave it for the next call, which then raises the error.
 enum class Taking { Next, More, Rest };
 
 // Pass an unusable item to the handler instead of the caller. This function takes ownership of the

@@ -25,8 +25,8 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
     return end == End::Done ? Py_NewRef(out) : raise_end(self, end, REDUCE_SCATTER, x, op_name);
 }
 
-// Combines the arrays of all members. Only the member `root` gets the result, or all members if `root` is
-// negative. Returns NotImplemented unless `x` and `out` are contiguous arrays of matching sizes. `part_of`:
+// Combines the arrays of all members. The result goes only to the member `root`, or to all members if `root`
+// is negative. Returns NotImplemented unless `x` and `out` are contiguous arrays of matching sizes. `part_of`:
 // if this is one step of a call across several hosts, the key of that call.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of) {

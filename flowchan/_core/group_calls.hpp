@@ -77,8 +77,8 @@ class Calling : public Patience {
     }
 
   private:
-    // Waits until no other thread runs an operation. In a forked child, that thread does not exist and would
-    // never end, so the child gets Taken at once.
+    // Waits until no other thread runs an operation. In a forked child, that thread does not exist, so the
+    // wait would never end; the child gets Taken at once.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();

@@ -429,7 +429,7 @@ End Member::alltoall(Call call, const Parts& parts, Patience& patience) {
     const size_t row = size * sizeof(uint64_t);
     const auto& [in, in_sizes, out, out_sizes] = parts;
     const bool little = 2 * row + std::accumulate(in_sizes.begin(), in_sizes.end(), uint64_t{}) <= SMALL;
-    uint64_t most = 0;  // most bytes for any other member
+    uint64_t most = 0;  // maximum number of bytes for any other member
     for (uint32_t r = 0; r < size; ++r) most = r == rank ? most : std::max(most, in_sizes[r]);
     const Plan& plan = begin_plan(call.doing, little ? 0 : most);
     const bool direct = !little && 3 * row <= SMALL && plan.algorithm == Algorithm::Direct;

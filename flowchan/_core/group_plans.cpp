@@ -53,7 +53,7 @@ uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
         return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);
     if (doing == REDUCE || doing == ALLREDUCE) {
-        // Between two members, exchange reads as much data as slices but copies less.
+        // Between two members, the plan `exchange` reads as much data as the plan `slices`, but copies less.
         const bool by_slices = size > 2 || doing == REDUCE;
         const bool by_exchange = size <= MOST_EXCHANGE || is_small(kind);
         return (by_slices ? plans_of(Algorithm::Slices) : 0) |

@@ -58,7 +58,7 @@ struct alignas(64) Session {
     enum Role : uint64_t { NONE = 0, PLAIN = 1, READER = 2, WRITER = 3, RESUME = 4, HOLDER = 5 };
     uint64_t role;
     uint64_t pid;
-    uint64_t started;  // start time of the process, which identifies it together with the pid
+    uint64_t started;  // start time of the process; with the pid, it identifies the process
     // counts the uses of this record; an old handle therefore cannot end a newer session
     uint64_t generation;
     uint64_t supervised;  // nonzero: only a supervisor may end this session
@@ -212,8 +212,8 @@ struct Header : Constants {
     // No redo is needed, because the word is never cleared.
     uint64_t lazy;
     std::atomic<uint32_t> nap;  // 1 while a reader naps (Ring::begin_nap); a futex word, which needs no redo
-    // The first process with a session, and nonzero if another process has had one. No redo is needed,
-    // because each process writes these words before it uses its session.
+    // The first process that had a session, and a flag that is nonzero if any other process has had one. No
+    // redo is needed, because each process writes these words before it uses its session.
     uint64_t first_user, has_more_users;
 
     alignas(64) uint64_t numbered;  // how many items have a number

@@ -174,7 +174,7 @@ class Link {
     std::atomic<uint64_t> bytes_in{0}, bytes_out{0}, breaks{0};
 
   private:
-    static constexpr uint64_t GATHER = 256 << 10;  // most bytes to send or receive at a time
+    static constexpr uint64_t GATHER = 256 << 10;  // maximum number of bytes to send or receive at a time
     static constexpr uint64_t LARGE = 64 << 10;    // larger items are sent without a copy
 
     // sending (link_send.cpp)

@@ -393,8 +393,9 @@ class Sink {
         uint8_t flags = 0;
         bool operator==(const Progress&) const = default;
     } last_sent, seen;
-    Progress read_progress();       // also sets `seen`
-    bool enter_queue_for_worker();  // false: the worker has progressed since the last read_progress()
+    Progress read_progress();  // returns the worker's progress, and stores it in `seen`
+    // Returns false if the worker has progressed since the last read_progress().
+    bool enter_queue_for_worker();
     // Until this time, do not watch a fast worker that has enough items. Waking this thread for each cheap
     // item would cost both threads more than the item. The owner side does not need a report per item either.
     int64_t unwatched_until = 0;

@@ -110,8 +110,8 @@ static bool is_room_for(size_t descriptors) {
 }
 
 // Return null if no pidfd can be opened, or if another thread has the mutex. Waiting for the mutex could
-// deadlock with a fork, which also takes it. The start time is compared after opening, because the pid may
-// have been reused.
+// deadlock with a fork, because a fork also takes the mutex. The start time is compared after opening, because
+// the pid may have been reused.
 std::shared_ptr<const Pidfd> Peers::open(uint64_t pid, uint64_t started) {
     std::unique_lock guard(open_mutex, std::try_to_lock);
     if (!guard) return nullptr;

@@ -315,7 +315,7 @@ Step try_put(Channel& ch, Out* out, PyObject* item) {
 
 namespace {
 
-// Return whether the iterator never waits, because its next items already exist, and no other code takes
+// Return whether the iterator is certain not to wait: its next items already exist, and no other code takes
 // items from it.
 bool is_ahead(PyObject* items, PyObject* iterator) {
     static PyObject* repeat = [] {

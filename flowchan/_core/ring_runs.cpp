@@ -32,10 +32,10 @@ namespace {
 // How many words a Change needs for a run, in addition to the words of each item.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 // A run has at most capacity / PART_OF_CAPACITY items. Leased items do not count towards the capacity, so
-// this limits how many more items than `capacity` exist.
+// this limits by how many items the total can exceed `capacity`.
 constexpr uint64_t PART_OF_CAPACITY = 8;
-// Least time between two checks for workers that are slow with an item of their run. The resolution of the
-// coarse clock may make it longer.
+// Minimum interval between two checks for workers that are slow with an item of their run. The resolution of
+// the coarse clock may make the interval longer.
 constexpr uint64_t SLOW_NS = 1'000'000;
 
 uint64_t started(const Session& s) {

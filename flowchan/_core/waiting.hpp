@@ -238,7 +238,7 @@ struct Wakes {
     void clear() { readers = writers = words = ranks = 0; }
     void add(std::atomic<uint32_t>& one, bool shared) {
         if (words == MOST)
-            // If the list is full, which is rare, wake this word at once, in spite of the lock.
+            // If the list is full, which is rare, wake this word at once, even though the lock is held.
             futex_wake(one, 1, shared);
         else
             word[words++] = &one;

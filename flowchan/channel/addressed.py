@@ -69,7 +69,7 @@ class Addressed:
             )
         worker, inner = item
         if not 1 <= worker <= len(self.ports):
-            raise ValueError(f"put: worker must be from 1 to {len(self.ports)}, got {worker}")
+            raise ValueError(f"put: worker must be between 1 and {len(self.ports)}, got {worker}")
         return self.ports[worker - 1], inner
 
     def _ended(self, port: Out[Any], end: Closed) -> None:

@@ -226,7 +226,7 @@ class Channel(_core.Channel[T]):
             The address, a string.
 
         Raises:
-            ChannelError: The channel is not across hosts.
+            ChannelError: The channel was not created with ``across="hosts"``.
 
         Example:
             >>> from flowchan import Channel
@@ -247,7 +247,7 @@ class Channel(_core.Channel[T]):
             The secret, as bytes for ``open_channel``.
 
         Raises:
-            ChannelError: The channel is not across hosts.
+            ChannelError: The channel was not created with ``across="hosts"``.
         """
         return self._where().secret
 

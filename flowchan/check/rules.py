@@ -5,8 +5,8 @@
 | empty | the graph has no stage, or no stage at which it begins |
 | duplicate | two stages or two channels have the same name |
 | foreign | a stage reads a stream from another graph, or a stream that no stage writes |
-| cycle | stages wait for each other in a loop without a declared feedback |
-| loop | no stage feeds a feedback, or an operator other than ``stage`` reads it |
+| cycle | stages wait for each other in a loop without a declared feedback stream |
+| loop | no stage feeds a feedback stream, or an operator other than ``stage`` reads it |
 | unread | no stage reads an output |
 | read-twice | several stages read one stream |
 | ports | streams and arguments do not match the function's parameters |
@@ -203,7 +203,7 @@ def _loops(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
     for index, stage in enumerate(stages):
         if stage.feedback and not stage.operator.ends_loops:
             message = (
-                f"{stage.kind} reads a feedback, so it would wait for itself to end; use graph.stage "
+                f"{stage.kind} reads a feedback stream, so it would wait for itself to end; use graph.stage "
                 "with a function that returns when its work is done"
             )
             yield index, Problem("loop", stage.name, stage.where, message)

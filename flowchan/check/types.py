@@ -1,8 +1,8 @@
 """Check the rules "ports" and "type": streams and item types must match the stage's function.
 
 The checks use an annotation only if its meaning is certain. The checks compare classes and the origins of
-generic types, such as ``list`` for ``list[int]``. Unknown, unusually abstract and merely convertible types
-are accepted.
+generic types, such as ``list`` for ``list[int]``. Types that are unknown, very abstract, or different
+but convertible are accepted.
 
 The module does not use beartype.door. That library can prove that one type is a subtype of another, but not
 that two types might match. The library also raises for protocols, TypedDicts and unresolved names. The import

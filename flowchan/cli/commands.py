@@ -51,8 +51,8 @@ class _Targeted(click.Command):
 def _command(*arguments: str) -> Callable[[Callable[P, int]], Callable[..., None]]:
     """Return a decorator that turns a function into a subcommand. The function returns the exit code.
 
-    The subcommand accepts ``arguments`` (the first is FILE), ARGS and --debug. The subcommand reports errors
-    of the user in one line.
+    The subcommand accepts ``arguments`` (the first is FILE), ARGS and --debug. The subcommand reports user
+    errors on one line.
     """
 
     def decorated(function: Callable[P, int]) -> Callable[..., None]:

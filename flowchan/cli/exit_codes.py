@@ -1,8 +1,8 @@
 """Report errors on standard error, and choose the exit code of the command.
 
 The exit code is 0 for success, 1 if the run failed, and 2 if the graph or the command line is wrong. The code
-is 130 after Ctrl-C, 143 after SIGTERM and, as after SIGPIPE, 141 if the reader of standard output has closed
-the stream.
+is 130 after Ctrl-C and 143 after SIGTERM. If the reader of standard output has closed the stream, the code is
+141, as after SIGPIPE.
 """
 
 from __future__ import annotations

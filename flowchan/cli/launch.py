@@ -26,7 +26,7 @@ from flowchan.run.crew.process_exit import signal_name
 from flowchan.transport.interrupts import interrupts_deferred, signal_of, terminate_as_interrupt
 from flowchan.transport.tcp import joined, listen
 
-_OWN_END = 1.0  # seconds that the other ranks get to exit after a failure, before they get SIGTERM
+_OWN_END = 1.0  # seconds that the other ranks have to exit after a failure, before they get SIGTERM
 _POLL_INTERVAL_S = 0.05
 _FOLLOWED = ("MemberDied", "MemberLeft")  # errors that a rank raises only because another rank has failed
 

@@ -21,7 +21,7 @@ from flowchan.cli.launch import LaunchJob, Tell, first_of, free_address, variabl
 from flowchan.hosts.host_pool import Pool
 from flowchan.transport.tcp import route_to
 
-LATER = 1.0  # seconds that ranks on other hosts get to exit after a failure, before they get SIGTERM
+LATER = 1.0  # seconds that ranks on other hosts have to exit after a failure, before they get SIGTERM
 
 
 @dataclass(frozen=True)

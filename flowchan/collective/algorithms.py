@@ -82,8 +82,8 @@ class AlgorithmChoice:
             operation: ``"allreduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``, ``"allgather"``,
                 ``"gather"`` or ``"alltoall"``.
             name: The algorithm; None selects the fastest one. ``allreduce`` and ``reduce`` accept
-                ``"exchange"`` and ``"slices"``. The other operations accept ``"chunks"``. If members can read
-                each other's memory, they also accept ``"direct"``, except for ``reduce_scatter``. All
+                ``"exchange"`` and ``"slices"``. The other operations accept ``"chunks"``. All of these except
+                ``reduce_scatter`` also accept ``"direct"`` if members can read each other's memory. All
                 operations also accept torch's ``"gloo"``, ``"mpi"`` and ``"nccl"``.
 
         Raises:

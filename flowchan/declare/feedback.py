@@ -42,7 +42,7 @@ class Feedback(Stream[T]):
             stream: Stream that a stage of the same graph writes.
 
         Raises:
-            TypeError: ``stream`` is not a stream, or is itself a feedback.
+            TypeError: ``stream`` is not a stream, or is itself a feedback stream.
             ValueError: This feedback already has a writer.
 
         Example:
@@ -67,5 +67,6 @@ class Feedback(Stream[T]):
 
     def _own(self, call: str) -> Origin:
         raise ValueError(
-            f"{call}: {self!r} is a feedback, which no stage writes; call {call} on the stream that feeds it"
+            f"{call}: {self!r} is a feedback stream, which no stage writes to; "
+            f"call {call} on the stream that feeds it"
         )

@@ -57,7 +57,7 @@ class Operator:
     worker_per_input: bool = False
     """Whether the stage has one worker for each input."""
     ends_loops: bool = False
-    """Whether the operator can end before its inputs end. Only such operators may read a feedback."""
+    """Whether the operator can end before its inputs end. Only such operators may read a feedback stream."""
 
     result: bool = False
     """Whether the output becomes a result of the run if no stage reads it."""

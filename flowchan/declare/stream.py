@@ -610,7 +610,7 @@ class Stream(StreamEnd[T_co]):
                 ``"xor"``, or a function that takes two values.
             to_workers: Whether to send the result back to each worker that contributed (default: False). In
                 this case, declare the stage that reads the results with ``per_worker=``. That stage may be a
-                later one or, through a feedback, an earlier one.
+                later one or, through a feedback stream, an earlier one.
             **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
 
         Returns:

@@ -40,7 +40,7 @@ class StreamHandle(Generic[T_co]):
 
         Raises:
             TypeError: ``capacity`` is not an int.
-            ValueError: ``capacity`` is less than 1, or this stream is a feedback.
+            ValueError: ``capacity`` is less than 1, or this stream is a feedback stream.
 
         Example:
             >>> from flowchan import Graph
@@ -57,7 +57,7 @@ class StreamHandle(Generic[T_co]):
         return Origin(self.stage, self.port)
 
     def _own(self, call: str) -> Origin:
-        """Return the origin of this stream. For a feedback, which no stage writes, raise an error."""
+        """Return the origin of this stream. A feedback stream, which no stage writes to, raises an error."""
         return self._origin
 
 

@@ -92,7 +92,7 @@ class AgentHandle:
         self._provider, self._peer_timeout = provider, peer_timeout
         self._callbacks = callbacks
         self._address = ""
-        # Seconds for which no item had arrived, in each direction, when the connection last broke.
+        # For each direction: how many seconds had passed without an item when the connection last broke.
         self._stuck_here = self._stuck_there = 0.0
         self._why_broken = ""
         # True once the log warns that connections break before any item arrives.
@@ -106,7 +106,7 @@ class AgentHandle:
         self._give_up_at, self._give_up_why = math.inf, ""
         self._was_connected = False  # whether the link was connected at the last check
         self._connected_at = time.monotonic()  # when the link was last seen connected
-        self._happened: deque[link_events.LinkEvent] = deque()  # events for the thread of the reports
+        self._happened: deque[link_events.LinkEvent] = deque()  # events for the report thread
         self._unsent: deque[Command] = deque()  # commands that wait for room in the channel
         self._sending: threading.Thread | None = None  # thread that sends the unsent commands
         self._send_lock = threading.Lock()

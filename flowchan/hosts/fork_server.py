@@ -60,8 +60,8 @@ class _Agent:
             _report(self.program, f"code {code}")
 
     def kill(self) -> None:
-        # Kill the process before its group. If the process has not created its group yet, it can then no
-        # longer create one after killpg().
+        # Kill the process before its group. If the process has not created its group yet, this order ensures
+        # that it cannot create one after killpg().
         os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)

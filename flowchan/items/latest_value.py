@@ -6,7 +6,7 @@ that all processes have mapped. A reader compares this word with the version tha
 differ, the reader opens the file by its path in ``/proc``, maps the file and unpickles the value. Arrays stay
 in the mapped file.
 
-Invariants. A file never changes after it has got its descriptor number. A reader therefore always gets a
+Invariants. A file never changes after it has received its descriptor number. A reader therefore always gets a
 complete version. The word never refers to a version newer than the file. The program does not wait for
 readers. The kernel frees an old version when no process maps it any more. The program owns everything, so a
 reader that is killed at any point leaves nothing behind.

@@ -252,13 +252,13 @@ class ChannelServer:
         weakref.finalize(channel, _dropped, weakref.ref(self), number, OrphanMemory(channel)).atexit = False
 
     def drop(self, number: int, memory: OrphanMemory) -> None:
-        """Schedule a check whether a channel is still in use, because one of its objects will be released.
+        """Schedule a check of whether a channel is still in use: one of its objects will be released.
 
         The garbage collector may call this method.
         """
         if os.getpid() != self.pid:
             return
-        # If no channel is in transit, the channel's items contain no channels.
+        # If no channel is in transit, none of this channel's items contains a channel.
         has_items = self._sent or number in self._entrances
         if has_items and (dropped := memory.dropped(number)) is not None:
             self._dropped.append(dropped)

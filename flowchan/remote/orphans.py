@@ -1,4 +1,4 @@
-"""Find orphans: channels with items that no process has open any more.
+"""Find orphans: channels that still contain items, but that no process has open any more.
 
 The owner need not keep the channels inside these items any longer. A process that drops a channel cannot know
 whether it was the last user, because forked children share the channel's memory. However, all users of a

@@ -376,7 +376,7 @@ class ClientSession:
             self.link.pair(streams[False], streams[True])
 
     def _do_writer(self, channel: Channel[Any], stream: int, counted: bool = True) -> int:
-        """Open a writing port, and return how many items the client may put at first.
+        """Open a writing port, and return how many items the client may put initially.
 
         A counted port ignores this number and sends items ahead.
         """

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Graph(Blueprint, Runnable):
     """Graph of stages that are connected by channels.
 
-    Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of their streams.
-    Then call :meth:`run`. To interact with the running graph, call :meth:`start` instead.
+    Declare the graph with :meth:`source`, :meth:`input`, :meth:`stage` and the operators of the streams that
+    these methods return. Then call :meth:`run`. To interact with the running graph, call :meth:`start`
+    instead.
 
     Args:
         name: Name of the graph in reports, pictures and errors (default: ``"graph"``).

@@ -29,8 +29,8 @@ def wait_until_ready(supervisor: Supervisor, timeout: float | None) -> bool:
         goes_on = stats.state in ("running", "failed") and not supervisor.ended.is_set()
         if remaining <= 0 or not goes_on:
             return False
-        # Collecting the statistics of many workers takes long. Wait at least as long, so that the workers can
-        # start in the meantime.
+        # Collecting the statistics of many workers takes a long time. Wait at least as long, so that the
+        # workers can start in the meantime.
         supervisor.ended.wait(min(remaining, max(POLL_INTERVAL_S, now - asked)))
 
 

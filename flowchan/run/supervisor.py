@@ -40,13 +40,13 @@ unless noted.
   each channel. (test_item_counts.py, test_item_counts_after_failures.py)
 - R9 Randomness. Every worker has a separate seed, derived from the run's seed, its stage, its number and its
   incarnation. The seed determines the random numbers in the worker's process. (test_seeds.py)
-- R10 Blame. An item is blamed only for deaths in user code or while it is being unpickled. One worker at a
-  time retries the item while the others continue, and the error lists the cause of each death. If
-  ``max_deaths`` is 1, an item is also blamed for deaths until its output has been put, so it is never
-  processed twice. In a batch, only members that also kill a worker when tried alone fail. A death blamed on
-  an item uses no restart; every other death uses one of its stage. A restart counts for 60 s of work. The run
-  warns before the last restart is used. (test_blame.py, test_no_repeats.py, test_decisions.py,
-  tests/deaths/test_batches_that_kill_workers.py)
+- R10 Blame. An item is blamed only for deaths that occur in user code or while the item is being unpickled.
+  One worker at a time retries the item while the others continue, and the error lists the cause of each
+  death. If ``max_deaths`` is 1, an item is also blamed for deaths until its output has been put, so it is
+  never processed twice. In a batch, only members that also kill a worker when tried alone fail. A death
+  blamed on an item uses no restart; every other death uses one of the stage's restarts. A restart counts for
+  60 s of work. The run warns before the last restart is used. (test_blame.py, test_no_repeats.py,
+  test_decisions.py, tests/deaths/test_batches_that_kill_workers.py)
 - R11 Gangs. The workers of a stage with a group start together. When one dies and the stage is restartable,
   all restart, each with the item that it held. The end of the other workers is not blamed on any item. A
   survivor that raises MemberDied has not failed. On hosts, a broken connection between members counts as a

@@ -2,7 +2,7 @@
 
 Python runs signal handlers between any two bytecodes of the main thread. Most programs have handlers that
 raise: ``KeyboardInterrupt`` for Ctrl-C, ``TimeoutError`` for a time limit. Such an exception may interrupt
-the code at any point. The tools in this file keep code correct in spite of this:
+the code at any point. The tools in this file keep code correct even then:
 
 - ``interrupts_deferred()``: a block that Ctrl-C and SIGTERM do not interrupt. The signals take effect when
   the block ends.

@@ -154,8 +154,8 @@ def watch(link: Any, wait: float, wait_unconnected: float | None = None) -> Iter
 def unconnected_pause(since: float, most: float, least: float) -> float:
     """Return how long to wait until a link without a connection is checked again.
 
-    The pause is a tenth of the time since the link had a connection. Many links to slow hosts therefore do
-    not keep this process busy.
+    The pause is a tenth of the time since the link had a connection. Therefore, even a large
+    number of links to slow hosts does not keep this process busy.
 
     Args:
         since: Time since which the link has no connection, on the monotonic clock.

@@ -1,9 +1,9 @@
 """Listen for connections, and accept only peers that know the secret.
 
 SECURITY.md describes how far peers without the secret can delay accepted peers. One thread runs all
-handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many handshakes, it rejects a peer from
-the address with the most. Among these peers, it picks a random one of those that have sent the fewest
-messages. The listener never rejects a peer that has proved that it knows the secret.
+handshakes, in :meth:`AuthenticatedListener.accept`. If there are too many handshakes, it selects the address
+with the most. Then it considers the peers from this address that have sent the fewest messages, and rejects
+one of them at random. The listener never rejects a peer that has proved that it knows the secret.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Connect hosts over TCP: listen, dial, and find this host's address towards a peer.
 
 An address is text of the form ``host:port``, with an IPv6 host in brackets: ``[::1]:4711``. This machine's
-name is never used, because many systems resolve it to 127.0.1.1. The address for a peer is the source address
-on the kernel's route to it.
+name is never used, because many systems resolve it to 127.0.1.1. The address that is given to a peer is the
+source address on the kernel's route to that peer.
 """
 
 from __future__ import annotations

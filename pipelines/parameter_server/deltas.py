@@ -1,8 +1,8 @@
 """Compute and apply the differences between two versions of a block of bytes.
 
-The block consists of units of two bytes, the size of a ``bfloat16``. Each 65,536 units form a bucket. A delta
-contains the position and the value of each changed unit, four bytes in total. If more than half of the units
-in a bucket have changed, the delta contains the whole bucket instead, because this takes less space.
+The block consists of units of two bytes, the size of a ``bfloat16``. Every 65,536 units form a bucket. A
+delta contains the position and the value of each changed unit, four bytes in total. If more than half of the
+units in a bucket have changed, the delta contains the whole bucket instead, because this takes less space.
 
 Units are compared as integers. The delta therefore preserves all bits, even in NaNs.
 """

@@ -1,4 +1,4 @@
-"""Store a torch optimizer's state in a shard's block, so that it has the version of the parameters.
+"""Store a torch optimizer's state in a shard's block, so that state and parameters have the same version.
 
 Each tensor of an optimizer's state has a *slot*, which is an array in the block. A further slot for each
 parameter stores the rest of its state, such as a step count, as JSON.

@@ -61,7 +61,7 @@ class Replica:
         self._parameters = trainable(self._call, model)
         self._push: PushHandle | None = None  # the pending push, if any; there is never more than one
         self._prefetch: PullHandle | None = None  # the pending pull, if a prefetch has started
-        # server version that includes each push of this replica whose outcome is known
+        # server version that includes every push from this replica with a known outcome
         self._version = 0
         self._adopt(self._pull)
 

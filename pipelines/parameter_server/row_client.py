@@ -94,7 +94,7 @@ class RowClient(ABC):
 
         Raises:
             Closed: The server has shut down.
-            IndexError: The table has no row with one of the IDs.
+            IndexError: At least one of the IDs has no row in the table.
             KeyError: The server has no tensor with this name.
             TimeoutError: ``timeout`` expired. The rows were not sent.
             TypeError: ``ids``, ``values`` or ``rule`` has the wrong type.
@@ -135,7 +135,7 @@ class RowClient(ABC):
 
         Raises:
             Closed: The server shut down before version ``at_least``.
-            IndexError: The table has no row with one of the IDs.
+            IndexError: At least one of the IDs has no row in the table.
             KeyError: The server has no tensor with this name.
             TimeoutError: ``timeout`` expired before the server reached version ``at_least``.
             TypeError: The IDs are not integers.

@@ -122,7 +122,7 @@ def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
     Raises:
         TypeError: The IDs are not integers.
         ValueError: The IDs have more than one dimension.
-        IndexError: The table has no row with one of the IDs.
+        IndexError: At least one of the IDs has no row in the table.
     """
     import numpy as np
 
@@ -135,7 +135,7 @@ def checked_ids(call: str, table: str, ids: Any, rows: int) -> Any:
         raise ValueError(f"{call}: ids must have one dimension, got {found.ndim}")
     if found.min() < 0 or found.max() >= rows:
         wrong = found.min() if found.min() < 0 else found.max()
-        raise IndexError(f"{call}: ids must be from 0 to {rows - 1} for {table!r}, got {wrong}")
+        raise IndexError(f"{call}: ids must be between 0 and {rows - 1} for {table!r}, got {wrong}")
     return found.astype(np.int64)
 
 

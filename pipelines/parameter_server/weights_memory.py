@@ -13,8 +13,8 @@ the slot, the front has already moved to another slot. If a reader is killed, th
 All memory belongs to the trainer, and the kernel frees this memory when the trainer exits.
 
 ``LatestValue`` publishes broadcast values similarly, but its readers keep the memory mapped. Each version of
-a broadcast value therefore needs a new file. Weights reuse slots, because the allocation of memory takes as
-long as the copy of the weights.
+a broadcast value therefore needs a new file. Weights reuse slots, because allocating memory takes as long as
+copying the weights.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ class PinnedVersion:
         while into:
             count = os.preadv(self._fd, [into], offset)
             if not count:
-                raise EOFError(
-                    f"the file of the weights must be longer than {offset} bytes, but it was truncated"
-                )
+                raise EOFError(f"weights: the file must be longer than {offset} bytes, but it was truncated")
             into, offset = into[count:], offset + count
 
     def close(self) -> None:

@@ -45,10 +45,10 @@ class RemoteStream:
         """Return whether the node has run all commands, without waiting."""
         client = self._client
         number, (probe, event) = next(client.numbers), client.probe
-        if number == client.finished + 1:  # no command was issued since the node was found to be idle
+        if number == client.finished + 1:  # no command has been issued since the node was found idle
             client.finished = number
             return True
-        if number != probe + 1:  # commands were issued since the latest probe
+        if number != probe + 1:  # commands have been issued since the latest probe
             event = number
             client.send("event", number)
         client.probe = number, event
@@ -140,7 +140,7 @@ class RemoteEvent:
         """Make a stream (default: the current one) wait, like :meth:`RemoteStream.wait_event`."""
         target = (stream or current_stream())._client
         if self._client is not None and self._client is not target and not self.query():
-            # Copy an empty tensor: the receiver of a copy waits for its sender.
+            # Copy an empty tensor to synchronize the streams: the receiver of a copy waits for the sender.
             send_to(target, torch.empty(0, device=self._client.device))
 
     def elapsed_time(self, end: RemoteEvent) -> float:

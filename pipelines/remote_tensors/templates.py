@@ -60,7 +60,7 @@ COMPOSED = "CompositeImplicitAutograd"
 """Dispatch key of the operators that torch composes from others, such as ``to``. In inference mode, torch
 dispatches them as a whole."""
 TRACKED = "ADInplaceOrView"
-"""Dispatch key with which torch tracks views and versions, also in inference mode."""
+"""Dispatch key with which torch tracks views and versions, even in inference mode."""
 
 
 def _composed(plan: OpPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

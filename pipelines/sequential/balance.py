@@ -1,4 +1,4 @@
-"""Measure the costs of layers on a sample, and find the cut with the cheapest most expensive part.
+"""Measure the costs of layers on a sample, and find the cut whose most expensive part is the cheapest.
 
 A pipeline is as fast as its slowest part, and needs as much memory as its largest. Dynamic programming over
 the numbers of parts and layers finds the exact optimum: it minimises the largest sum of consecutive costs.

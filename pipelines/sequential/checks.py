@@ -152,7 +152,7 @@ def checked_counts(parts: Any, layers: int) -> int | list[int]:
     if is_whole(parts):
         if not 1 <= parts <= layers:
             raise ValueError(
-                f"Sequential: parts must be from 1 to {layers}, the number of layers, got {parts}"
+                f"Sequential: parts must be between 1 and {layers} (the number of layers), got {parts}"
             )
         return parts
     if isinstance(parts, (str, bool)) or not isinstance(parts, Iterable):

@@ -83,8 +83,8 @@ class Cut:
         layers = self.module._modules
         if len(layers) != len(self._layers):
             raise ValueError(
-                f"Sequential: the module must have {len(self._layers)} layers, as when the pipe was "
-                f"created, got {len(layers)}; create another pipe"
+                f"Sequential: the module must still have the {len(self._layers)} layers it had when the pipe "
+                f"was created, got {len(layers)}; create another pipe"
             )
         if not all(map(operator.is_, layers.values(), self._layers)):  # a layer has been replaced
             self._divide([len(part.module) for part in self._parts])

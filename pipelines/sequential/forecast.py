@@ -90,7 +90,7 @@ def forecasts(
     module = copy.deepcopy(checked_module(module)).train()
     if not is_whole(workers) or not 1 <= workers <= len(module):
         raise ValueError(
-            f"forecasts: workers must be from 1 to {len(module)}, the number of layers, got {workers!r}"
+            f"forecasts: workers must be between 1 and {len(module)} (the number of layers), got {workers!r}"
         )
     pieces = split(sample, chunks, "sample")
     threads = compute_threads(workers) if PLACEMENTS[on].own_process else torch.get_num_threads()

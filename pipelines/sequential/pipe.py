@@ -73,8 +73,8 @@ class Sequential(nn.Module):
             devices (list): One device per part; inputs are moved to it (default: the device of the layers).
             recompute (bool): Recompute activations in the backward pass instead of keeping them (default:
                 False).
-            deferred_batch_norm (bool): True if running statistics cover whole batches (default: True) or
-                micro-batches.
+            deferred_batch_norm (bool): True if running statistics cover whole batches, False if they cover
+                micro-batches (default: True).
             dim (int): Batch dimension of inputs and outputs (default: 0).
             join (callable): Function that combines the list of micro-batch outputs (default: concatenation).
 
@@ -204,7 +204,7 @@ class Sequential(nn.Module):
         self._layers[index] = layer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to copy or pickle, without workers and runs."""
+        """Return the state to copy or pickle, without workers or runs."""
         state = vars(self).copy()
         for name in ("_cut", "_inference", "_graphs", "_training", "_events"):
             del state[name]

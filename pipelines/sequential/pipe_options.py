@@ -29,7 +29,7 @@ class SequentialOptions(TypedDict, total=False):
     recompute: bool
     """Whether the backward pass recomputes activations instead of keeping them (default: False)."""
     deferred_batch_norm: bool
-    """Whether running statistics cover whole batches (default: True) or micro-batches."""
+    """Whether running statistics cover whole batches (True, the default) or micro-batches."""
     dim: int
     """Batch dimension of inputs and outputs (default: 0)."""
     join: Callable[[list[Any]], Any] | None

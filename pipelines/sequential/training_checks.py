@@ -86,7 +86,7 @@ def _named_tensors(part: Part) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _check_optimizer(parts: Sequence[Part], optimizer: Any) -> None:
-    """Create the optimizers once, to raise their errors now, and discard them.
+    """Create the optimizers once so that any error is raised now, then discard them.
 
     The test detects errors early, and imports the optimizers' modules before processes are forked.
     """

@@ -58,7 +58,7 @@ def test_item_goes_to_the_worker_that_it_names(how: str) -> None:
 @pytest.mark.parametrize("worker", [0, -1, 3, 100])
 def test_unknown_worker_is_refused(how: str, worker: int) -> None:
     two = Two()
-    with pytest.raises(ValueError, match=f"put: worker must be from 1 to 2, got {worker}"):
+    with pytest.raises(ValueError, match=f"put: worker must be between 1 and 2, got {worker}"):
         put(two, (worker, "a"), how)
     assert two.inside() == [0, 0]
 

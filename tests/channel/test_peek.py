@@ -1,4 +1,4 @@
-"""Test that a look at the items of a channel takes nothing and changes nothing."""
+"""Test that inspecting a channel's items takes nothing and changes nothing."""
 
 from __future__ import annotations
 

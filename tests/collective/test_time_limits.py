@@ -94,7 +94,7 @@ def test_timeout_includes_waiting_for_started_operations(run: Any) -> None:
 
 
 def test_split_across_hosts_waits_without_a_time_limit() -> None:
-    """Only the connecting has a time limit, which starts when all members have agreed to connect."""
+    """Only connecting has a time limit; it starts when all members have agreed to connect."""
 
     def split(g: Any, _: float) -> None:
         g.split(0).close()

@@ -244,7 +244,7 @@ def test_put_waits_while_the_channel_contains_max_bytes(make, spawn_peer):
 
 @pytest.mark.copying
 def test_item_much_larger_than_the_other_items_arrives(make, spawn_peer):
-    """C2: ``max_bytes`` limits an item's size, and the memory in use at the moment does not."""
+    """C2: ``max_bytes`` limits the size of an item, but the memory currently in use does not."""
     ch = make(2)
     large = os.urandom(1 << 20) * 24
     peer = spawn_peer(lambda: [len(item) if len(item) < 10 else item == large for item in ch])

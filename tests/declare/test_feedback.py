@@ -24,7 +24,7 @@ def step(item: int) -> int:
 
 
 def looped(graph: Blueprint) -> tuple[Feedback, Stream]:
-    """Return a feedback without a writer, and the stream to feed into it."""
+    """Return a feedback stream without a writer, and the stream to feed into it."""
     again = graph.feedback("again")
     work, done = graph.stage(steer, graph.source(range(3)), again)
     done.sink(print)
@@ -130,7 +130,7 @@ def test_feedback_read_by_another_operator_is_reported(graph: Blueprint, operato
     again.feed(read)
     problems = [problem for problem in check(graph) if problem.rule == "loop"]
     assert [(problem.stage, problem.where.file) for problem in problems] == [("reader", __file__)]
-    assert f"{operator} reads a feedback" in problems[0].message
+    assert f"{operator} reads a feedback stream" in problems[0].message
 
 
 def test_type_of_items_fed_back_is_checked_against_the_port(graph: Blueprint) -> None:
@@ -173,9 +173,9 @@ def test_feed_accepts_only_a_stream_of_a_stage(graph: Blueprint) -> None:
 
 def test_feedback_cannot_be_buffered_and_has_no_errors(graph: Blueprint) -> None:
     again = graph.feedback("again")
-    with pytest.raises(ValueError, match=r"'again'.* is a feedback, which no stage writes"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback stream, which no stage writes to"):
         again.buffer(3)
-    with pytest.raises(ValueError, match=r"'again'.* is a feedback, which no stage writes"):
+    with pytest.raises(ValueError, match=r"'again'.* is a feedback stream, which no stage writes to"):
         _ = again.errors
 
 

@@ -1,4 +1,4 @@
-"""Test how code reaches a host: modules of the user that the host lacks by value, all others by name."""
+"""Test how code reaches a host: by value from user modules that the host lacks, otherwise by name."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_next_call_gets_the_item_of_an_interrupted_get(how, is_there):
 
 @pytest.mark.parametrize("end", ["reader", "writer"])
 def test_port_is_released_if_ctrl_c_interrupts_its_opening(end):
-    """C5, C12: the owner does not count the port, which does not keep the connection open either."""
+    """C5, C12: the owner does not count the port, and the port does not keep the connection open."""
     one, over = make(), make()
 
     def walk():

@@ -235,7 +235,7 @@ def test_c1_arrays_in_shared_memory_keep_their_contents(
 
 
 def test_put_waits_if_items_between_dropped_loans_leave_no_gap() -> None:
-    """Seven small items split the memory, so no gap fits the large item in spite of enough free bytes."""
+    """Seven small items split the memory, so no gap fits the large item even though enough bytes are free."""
     channel: Any = Channel(8, across="processes", max_bytes=MAX_BYTES)
     loans = []
     for number in range(7):

@@ -1,4 +1,4 @@
-"""Test a server on the hosts of a pool that is a stage of the user's graph."""
+"""Test a server that runs on a pool's hosts and is a stage of the user's graph."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ def test_empty_row_push_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        ([0, 50], IndexError, "ids must be from 0 to 49 for 't', got 50"),
-        ([-1], IndexError, "ids must be from 0 to 49 for 't', got -1"),
+        ([0, 50], IndexError, "ids must be between 0 and 49 for 't', got 50"),
+        ([-1], IndexError, "ids must be between 0 and 49 for 't', got -1"),
         ([0.5], TypeError, "ids must be integers, got float64"),
         ([[1, 2]], ValueError, "ids must have one dimension, got 2"),
     ],

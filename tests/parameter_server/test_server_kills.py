@@ -65,10 +65,10 @@ class KillAtLine:
 def test_push_is_applied_once_if_worker_dies_at_any_line(
     shards: int, names: str, monkeypatch: pytest.MonkeyPatch, long_walk: bool
 ) -> None:
-    """Incarnation n of the worker dies during push n, later than the one before. Incarnation n + 1 applies
-    that push.
+    """Incarnation n of the worker dies during push n, at a later line than incarnation n - 1 did.
+    Incarnation n + 1 applies that push.
 
-    ``make test`` kills after every third number of lines. The three cases together kill after each number.
+    ``make test`` kills after every third number of lines. Together, the three cases cover every number.
     """
     serve = Shard._serve
     every, first = (1, 0) if long_walk else (3, CASES.index((shards, names)))

@@ -170,7 +170,7 @@ def test_shared_dict_outlives_processes_that_use_it(across: Any) -> None:
 
 @everywhere
 def test_mapping_held_only_by_another_mapping_can_be_changed(across: Any, on: Any) -> None:
-    """Between two accesses, no process has the inner mapping as an object."""
+    """Between two accesses, no process holds an object for the inner mapping."""
     outer = SharedDict({"inner": SharedDict[int, int](across=across)}, across=across)
 
     def change(outer: SharedDict[str, SharedDict[int, int]], worker: int) -> None:

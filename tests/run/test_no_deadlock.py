@@ -1,4 +1,4 @@
-"""Test runs that only look deadlocked and must continue."""
+"""Test that a run continues if it only looks deadlocked."""
 
 from __future__ import annotations
 

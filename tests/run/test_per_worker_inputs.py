@@ -218,8 +218,8 @@ def test_sender_ends_early_when_all_workers_have_ended(on: Any) -> None:
         (7, "item must be a pair (worker, item), got 7"),
         ((1, 2, 3), "item must be a pair (worker, item), got (1, 2, 3)"),
         (("a", 1), "item must be a pair (worker, item), got ('a', 1)"),
-        ((0, 1), "worker must be from 1 to 3, got 0"),
-        ((4, 1), "worker must be from 1 to 3, got 4"),
+        ((0, 1), "worker must be between 1 and 3, got 0"),
+        ((4, 1), "worker must be between 1 and 3, got 4"),
     ],
 )
 def test_item_without_a_worker_number_fails(item: Any, text: str) -> None:

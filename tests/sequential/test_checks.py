@@ -37,9 +37,9 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "more parts than layers": (
         {"parts": 4},
         ValueError,
-        ["parts must be from 1 to 3", "number of layers", "got 4"],
+        ["parts must be between 1 and 3", "number of layers", "got 4"],
     ),
-    "zero parts": ({"parts": 0}, ValueError, ["parts must be from 1 to 3", "got 0"]),
+    "zero parts": ({"parts": 0}, ValueError, ["parts must be between 1 and 3", "got 0"]),
     "a negative number of parts": ({"parts": -2}, ValueError, ["got -2"]),
     "parts is a bool": ({"parts": True}, TypeError, ["parts must be an int, or a list", "True (bool)"]),
     "parts is a float": ({"parts": 2.5}, TypeError, ["2.5 (float)"]),
@@ -219,7 +219,7 @@ def test_misspelt_training_option_raises_with_a_suggestion() -> None:
 @pytest.mark.parametrize(
     ("module", "kind", "words"),
     [
-        (nn.Linear(2, 2), ValueError, ["parts must be from 1 to 1, the number of layers, got 2"]),
+        (nn.Linear(2, 2), ValueError, ["parts must be between 1 and 1 (the number of layers), got 2"]),
         (5, TypeError, ["nn.Module or a list of layers", "5 (int)"]),
         (None, TypeError, ["None (NoneType)"]),
         ([nn.Linear(2, 2), torch.relu], TypeError, ["layer 1 of module must be an nn.Module"]),

@@ -100,6 +100,7 @@ def test_forecast_parameters_can_be_used_for_training() -> None:
 @pytest.mark.parametrize("workers", [0, 9, True, 2.0])
 def test_wrong_number_of_workers_raises(workers: Any) -> None:
     with pytest.raises(
-        ValueError, match=f"^forecasts: workers must be from 1 to 8, the number of layers, got {workers!r}$"
+        ValueError,
+        match=rf"^forecasts: workers must be between 1 and 8 \(the number of layers\), got {workers!r}$",
     ):
         forecasts(layers(), torch.randn(4, 8), workers)

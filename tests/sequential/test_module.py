@@ -152,7 +152,7 @@ def test_replaced_layers_work_and_added_layers_raise(on: Any) -> None:
                 torch.testing.assert_close(pipe(x), pipe.module(x))
         pipe.module.append(nn.ReLU())
         with pytest.raises(
-            ValueError, match=r"the module must have 5 layers, .*, got 6; create another pipe"
+            ValueError, match=r"the module must still have the 5 layers .*, got 6; create another pipe"
         ):
             pipe(x)
 

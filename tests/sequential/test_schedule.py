@@ -254,7 +254,7 @@ def test_parse_rejects_a_word_that_is_not_a_step(word: str) -> None:
         ),
         (("gpipe", 0, 0, 2, 4), "steps: workers must be at least 1, got 0"),
         (("gpipe", -1, 2, 2, 4), "steps: worker must be at least 0, got -1"),
-        (("gpipe", 2, 2, 2, 4), "steps: worker must be from 0 to 1 with workers=2, got 2"),
+        (("gpipe", 2, 2, 2, 4), "steps: worker must be between 0 and 1 with workers=2, got 2"),
         (("gpipe", 0, 2, 0, 4), "steps: parts must be at least 1, got 0"),
         (("gpipe", 0, 2, 2, 0), "steps: chunks must be at least 1, got 0"),
         (("1f1b", 0, 3, 2, 4), "steps: workers must be at most parts=2, got 3; use fewer workers"),

@@ -1,4 +1,4 @@
-"""Start a program that imports modules once for many tests, and forks a child for each order.
+"""Start a program that imports modules once for many tests, and forks a child for each request.
 
 The programs are peer_server.py and program_server.py.
 """

@@ -89,7 +89,7 @@ class Root(System):
         options = [f"--arch={processor}", "--variant=minbase", packages]
         if machine == NATIVE:
             command("debootstrap", *options, suite, self.folder, mirror)
-        else:  # CPython also runs without the packages' scripts, which take long in an emulator
+        else:  # CPython also runs without the packages' scripts, which are slow in an emulator
             command("debootstrap", "--foreign", *options, suite, self.folder, mirror)
             for package in (self.folder / "var/cache/apt/archives").glob("*.deb"):
                 command("dpkg-deb", "--extract", package, self.folder)

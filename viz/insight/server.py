@@ -162,7 +162,8 @@ class _Http(ThreadingHTTPServer):
         self.hosts = {f"{LOOPBACK}:{self.server_port}", f"localhost:{self.server_port}"}
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # not HTTPServer's method, which looks up this machine's name for seconds
+        # Do not call HTTPServer's method, which can take seconds to look up this machine's name.
+        TCPServer.server_bind(self)
         self.server_port = self.socket.getsockname()[1]
 
     def accept_all(self) -> None:

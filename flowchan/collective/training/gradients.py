@@ -443,7 +443,7 @@ class ElasticAverage:
     Args:
         module: This member's replica.
         group: Group of the replicas.
-        every: Number of optimizer steps from one average to the next, at least 1.
+        every: Number of optimizer steps between two averages, at least 1.
         strength: Number between 0 and 1 (default 0.9).
 
     Raises:

@@ -30,7 +30,7 @@ from flowchan.run.crew.process_exit import exit_text
 from flowchan.run.unfinished_runs import abort_unfinished
 
 LENGTH = 8  # size in bytes of the length field before an agent's description
-GENTLY = 5.0  # seconds that a fork server gets to end without a signal
+GENTLY = 5.0  # seconds that a fork server has to end before it is sent a signal
 AT_START = ("PYTHON", "LD_", "LC_", "LANG", "HOME", "GLIBC_", "MALLOC_", "OPENSSL_")
 """Prefixes of environment variables that take effect when a process starts, or when it imports the server's
 modules."""
@@ -38,7 +38,7 @@ LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("
 
 
 def _inherited() -> tuple[Any, ...]:
-    """Return the settings that a child can only inherit from this process, and not change afterwards."""
+    """Return the settings that a child inherits from this process and cannot change afterwards."""
     folder = os.stat(".")  # unlike its path, "." works even if the folder was removed
     return (
         sys.executable,

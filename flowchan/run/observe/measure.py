@@ -112,7 +112,7 @@ def _without(stats: ChannelStats, dropped: int) -> ChannelStats:
 def summarise(
     plan: Plan, account: Account, snapshots: tuple[Snapshot, ...], hosts: tuple[HostStats, ...] = ()
 ) -> RunStats:
-    """Return the counters of a run, without rates and shares, which :func:`between` adds."""
+    """Return the counters of a run, without the rates and shares that :func:`between` adds."""
     state, elapsed = account.state, account.elapsed
     reading: dict[str | None, list[Snapshot]] = {}
     writing: dict[str, list[Snapshot]] = {}

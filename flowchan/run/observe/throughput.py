@@ -54,7 +54,7 @@ class StageWork:
         visits: Number of items that the stage takes per source item.
         each: Seconds of work per item.
         cpu: CPU seconds per item; 0 if unknown.
-        lock_wait: Seconds per item for which it waits while other stages hold the interpreter lock.
+        lock_wait: Seconds per item that the stage waits while other stages hold the interpreter lock.
         local: True if the workers use the cores of this machine.
         threads: True if the workers are threads of this process.
     """

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 SpanKind = Literal["busy", "input", "place", "turn"]
 KINDS: tuple[SpanKind, ...] = ("busy", "input", "place", "turn")
 FINEST_NS = 1_000_000
-"""Minimum length of a span at first, in nanoseconds."""
+"""Initial minimum length of a span, in nanoseconds."""
 MOST_SPANS = 20_000
 """Number of spans after which the minimum length of a span doubles."""
 

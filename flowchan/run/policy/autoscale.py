@@ -141,7 +141,7 @@ class Scaler:
     decisions: tuple[ScalingDecision, ...] = ()
 
     def ready(self, stats: RunStats) -> bool:
-        """Return whether the workers of the changed stages, or at first of all stages, have begun to work."""
+        """Return whether the workers of the changed stages, or initially of all stages, have begun work."""
         stages = self.limits if self.trial is None else self.trial.before
         return not any(stage.starting for stage in stats.stages if stage.name in stages)
 

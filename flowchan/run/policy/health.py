@@ -17,8 +17,8 @@ class Health:
 
     Attributes:
         ready: True if the run accepts items and no stage is "starting". After a death or ``run.scale()``, it
-            stays True as long as some workers of each stage work. ``ready`` becomes False when the run is
-            stopping.
+            stays True as long as at least one worker of each stage is working. ``ready`` becomes False when
+            the run is stopping.
         failed: True if the run has failed.
         stages: State of each stage except inputs: "starting" until a worker has built its callable, then
             "running", and finally "ended".

@@ -63,7 +63,7 @@ class PlannedWorker:
 class Plan:
     """Plan of one run.
 
-    ``edges`` are the channels, which may use ``memory`` bytes together. ``inputs`` maps each input stage to
+    ``edges`` are the channels, which together may use ``memory`` bytes. ``inputs`` maps each input stage to
     the channels that the user fills: one, or one per worker of the reader. All random numbers of the workers
     derive from ``seed``. If the run can be resumed, ``finished`` contains the items of each source that
     earlier runs have finished. ``samples_items`` is true if the run follows a few items of each source

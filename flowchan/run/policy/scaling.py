@@ -14,7 +14,7 @@ from flowchan.run.policy.events import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Number of workers of a stage that can be scaled, and the time for which they have worked.
+    """Worker count of a scalable stage, and how long its workers have worked.
 
     Attributes:
         workers: Number of workers.

@@ -82,7 +82,7 @@ class WorkSeconds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """Statistics of one worker that a stage has now.
+    """Statistics of one current worker of a stage.
 
     The times of dead workers that it replaced appear only in the statistics of the stage.
 

@@ -50,13 +50,13 @@ class PolicyState:
         failures: Failures of the run, in order.
         stopped: True if a stop was requested.
         stop_by: Time at which a stopped run is aborted.
-        notified: True if the user has been warned that the stop takes long.
+        notified: True if the user has been warned that the stop takes a long time.
         aborted: True if the run was aborted.
         terminated: True if late processes were terminated.
         killed: True if late processes were killed.
         abandoned: Workers that had not ended when the run ended.
         gangs: Stages whose workers form a group and restart together.
-        missing_peer: Reports from workers of gangs that a peer is missing.
+        missing_peer: Reports of gang workers that found a peer missing.
         restarting: Gangs whose workers are ending so that all can restart, each with the replacement of the
             worker that died.
         ended_peers: Workers of gangs whose processes have ended and have not been replaced.
@@ -174,7 +174,7 @@ def worker_ended(state: PolicyState, worker: WorkerId, now: float) -> Decision:
 def worker_failed(state: PolicyState, failure: Failure, now: float, expected: bool) -> Decision:
     """Record that a worker ended with an error.
 
-    An ``expected`` error is not a failure of the run, for example the error of a worker that was terminated.
+    An ``expected`` error, such as that of a worker that was terminated, is not a failure of the run.
     """
     breaking = state.phase in ("running", "stopping", "finishing") and not expected
     if not expected:

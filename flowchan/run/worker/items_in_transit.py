@@ -1,4 +1,4 @@
-"""Before a worker reports its end, let it wait for its items that are on the way to other programs.
+"""Make a worker wait for its items in transit to other programs before it reports its end.
 
 A run closes its services after the other stages have ended. The services must get all requests before that.
 """

@@ -118,7 +118,7 @@ def steps(schedule: Schedule, worker: int, workers: int, parts: int, chunks: int
     whole("steps", "worker", worker, 0)
     if worker >= workers:
         raise ValueError(
-            f"steps: worker must be from 0 to {workers - 1} with workers={workers}, got {worker}"
+            f"steps: worker must be between 0 and {workers - 1} with workers={workers}, got {worker}"
         )
     if schedule == "gpipe":
         return _gpipe(worker, chunks)
