@@ -78,6 +78,7 @@ bool Link::end_large(Large& large, bool whole) {
     Sink& sink = *large.sink;
     large.stream->filling -= 1;
     changed_.notify_all();
+    if (sink.over) ring_doorbell();  // the stream may be finished now
     if (large.slot) {
         RingLock holding(*sink.ring);
         if (!whole)

@@ -39,11 +39,13 @@ bool Link::move_staged(LinkStream& stream) {
     return moved;
 }
 
-// Owner side: report that the worker will send nothing more, and that all of its outputs have been put.
+// Owner side: report that the worker will send nothing more, and that all of its outputs have been put. While a
+// large item arrives, the report waits, because drop_stream() would wait for the item. If the worker is frozen,
+// that would block the caller, which must still be able to give up the connection.
 void Link::report_if_finished(LinkStream& stream) {
     const auto has_left = [](const Source& source) { return source.left; };
     const auto is_over = [](const Sink& sink) { return sink.over; };
-    if (!owner_side_ || stream.finished || !std::ranges::all_of(stream.sources, has_left) ||
+    if (!owner_side_ || stream.finished || stream.filling || !std::ranges::all_of(stream.sources, has_left) ||
         !std::ranges::all_of(stream.sinks, is_over))
         return;
     stream.finished = true;
