@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
@@ -105,9 +106,11 @@ def test_counter_per_key_is_exact_despite_kills_at_arbitrary_instructions() -> N
     result = added.collect()
     run = graph.start()
     for kills in range(20):
-        wait_until(lambda: stage_of(run, "add").items_in > 500 * kills and stage_of(run, "add").pids)  # noqa: B023
+        wait_until(lambda: stage_of(run, "add").items_in > 500 * kills)  # noqa: B023
+        while not (pids := stage_of(run, "add").pids):
+            time.sleep(0.001)  # both workers are being replaced
         with contextlib.suppress(ProcessLookupError):
-            os.kill(chance.choice(stage_of(run, "add").pids), signal.SIGKILL)
+            os.kill(chance.choice(pids), signal.SIGKILL)
     kills = 20
     assert_counted(run.wait()[result], 12_000)
     assert stage_of(run, "add").restarts >= 10
