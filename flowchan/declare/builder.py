@@ -28,6 +28,15 @@ _PACKAGE = __name__.partition(".")[0]
 NO_LIMIT = 10**9
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Service:
+    """Stage of a service; see ``Builder._serve`` for the attributes. The stages of one service share them."""
+
+    inbox: Channel[Any]
+    ended: Channel[None]
+    end: Callable[[], None]
+
+
 class Builder:
     """Base class of graphs, to which the user's declarations add stages."""
 
@@ -47,9 +56,8 @@ class Builder:
         self._drawn: dict[str, str | None] = {}
         """Labels by stage name that pictures show instead of the operator and line. ``None`` hides the
         stage."""
-        self._services: dict[str, tuple[Channel[Any], Channel[None]]] = {}
-        """Two channels for each service, by its name. To end the service, the run closes the first channel.
-        When the run has ended, it closes the second channel."""
+        self._services: dict[str, Service] = {}
+        """Services by stage name."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} with {len(self._stages)} stages>"
@@ -267,19 +275,20 @@ class Builder:
         self._edges = None
         return stage
 
-    def _serve(self, inbox: Channel[Any], ended: Channel[None]) -> None:
-        """Make the last stage a service, which ends after all other stages.
+    def _serve(self, inbox: Channel[Any], ended: Channel[None], end: Callable[[], None]) -> None:
+        """Make the last stage part of a service, which ends after all other stages.
 
         If the last stage is an input, the service reads ``inbox`` instead of a channel of the run.
 
         Args:
-            inbox: Channel for requests from any process. The run closes this channel to end the service.
+            inbox: Channel for requests from any process.
             ended: Channel that the run closes after its end.
+            end: Function that closes the inbox after the requests that have arrived. It returns at once.
         """
         # The service, not the run, decides when a request has killed too many workers.
         stage = dataclasses.replace(self._stages[-1], service=True, max_deaths=NO_LIMIT)
         self._stages[-1] = stage
-        self._services[stage.name] = inbox, ended
+        self._services[stage.name] = Service(inbox, ended, end)
         self._edges = None
 
     def _split_per_worker(self, origin: Origin) -> None:

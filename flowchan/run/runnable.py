@@ -235,8 +235,8 @@ def _refuse_processes(graph: Blueprint) -> None:
 
 def _refuse_ended_services(graph: Blueprint) -> None:
     # Search backwards, so that the error names the parameter server, which is declared after its inputs.
-    for name, (inbox, _) in reversed(graph._services.items()):
-        if inbox.closed:
+    for name, service in reversed(graph._services.items()):
+        if service.inbox.closed:
             raise RuntimeError(
                 f"start: graph {graph.name!r} runs only once, because {name!r} ended with the first run; "
                 "declare the graph and its parameter server again"

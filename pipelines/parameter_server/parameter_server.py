@@ -20,7 +20,7 @@ from flowchan.pipelines.parameter_server.optimizer_state import Factory
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.remote_client import Entrance
 from flowchan.pipelines.parameter_server.rows import RowOptimizer
-from flowchan.pipelines.parameter_server.server_connection import LocalAccess
+from flowchan.pipelines.parameter_server.server_connection import LocalAccess, late_after, left_until
 from flowchan.pipelines.parameter_server.shard import Push, PushOrder, ShardStage
 from flowchan.pipelines.parameter_server.shard_memory import OpenShard, ShardMemory
 from flowchan.pipelines.parameter_server.shards_on_pool import ShardsOnPool
@@ -171,17 +171,17 @@ class ParameterServer:
         room = None if self._form == "object" else 3 * size + LEAST_ROOM
         self._inbox: Channel[Push] = Channel(CAPACITY, across="processes", max_bytes=room)
         self._ended: Channel[None] = Channel(1, across="processes")
+        self._access = LocalAccess(tuple(self._memories), self._inbox, self._ended)
+        entries = tuple(entry for layout in layouts for entry in layout.entries)
+        client = functools.partial(ParameterClient, self._form, entries)
+        self._entrance = Entrance(self._access, functools.partial(client, self._access))
+        self._new_client = functools.partial(client, self._entrance)
         if graph is None:
             self._declare(own := Graph(name), shares, updates, on)
             self._run = own.start()
             self._finalizer = weakref.finalize(self, self._inbox.close)
         else:  # the graph ends the server, even if the program keeps only clients
             self._declare(graph, shares, updates, on)
-        self._access = LocalAccess(tuple(self._memories), self._inbox, self._ended)
-        entries = tuple(entry for layout in layouts for entry in layout.entries)
-        client = functools.partial(ParameterClient, self._form, entries)
-        self._entrance = Entrance(self._access, functools.partial(client, self._access))
-        self._new_client = functools.partial(client, self._entrance)
 
     def _started_on(
         self,
@@ -209,7 +209,7 @@ class ParameterServer:
     def _declare(
         self, graph: Graph, shares: list[list[str]], updates: list[BlockUpdates], on: PlacementOption
     ) -> None:
-        ends = self._inbox, self._ended
+        ends = self._inbox, self._ended, self._entrance.start_close
         pushes: Stream[Any] = graph.input(f"{self.name} pushes", capacity=CAPACITY)
         graph._serve(*ends)
         if len(shares) > 1:
@@ -397,9 +397,15 @@ class ParameterServer:
             self._pool_shards.close(timeout)
             return
         assert self._run is not None
-        self._entrance.close()
-        self._inbox.close()
-        self._run.wait(timeout)
+        late = late_after(timeout)
+        try:
+            self._entrance.close(timeout)
+        except TimeoutError:
+            raise TimeoutError(
+                f"close: the server did not apply all pushes within {timeout:g} s; call close again"
+            ) from None
+        self._run.wait(left_until(late))
+        self._entrance.join()
 
     def __enter__(self) -> ParameterServer:
         return self

@@ -6,7 +6,13 @@ order, through a local client. The program owns both channels, so no call is los
 connection breaks. A session ends when the remote client closes its ports or dies.
 
 Invariants. A remote client has at most ``MOST_OPEN`` calls without an answer. The answer channel has room for
-all these answers. A session therefore never waits for a client that does not read.
+all these answers. A session therefore waits for a client that does not read only if large answers use up the
+memory.
+
+The end. A worker that ends normally first waits until its calls have arrived. The gateway closes the channels
+of calls, and waits until the sessions have performed the calls in them. It does not wait for a call that
+waits for other clients: these clients may have ended, and the waiting client may be dead. If a client stops
+in the middle of sending a large call, the session ends when the program gives up the connection.
 """
 
 from __future__ import annotations
@@ -19,10 +25,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
-from flowchan import Channel, ChannelError, Closed, Drained, Empty, Out
+from flowchan import Channel, ChannelError, Closed, Drained, Empty, Full, Out
 from flowchan.pipelines.channel_backed import Shared
 from flowchan.pipelines.parameter_server.server_connection import late_after, left_until
 from flowchan.transport.interrupts import append_result
@@ -31,7 +37,11 @@ MOST_OPEN = 32
 """Maximum number of unanswered calls of one client."""
 
 CLOSE_TIMEOUT_S = 10.0
-"""Maximum seconds that ``close`` waits for calls that have arrived."""
+"""Maximum seconds that the end of a server waits for a client that does not read its answers, and for a call
+behind a call that waits for other clients."""
+
+POLL_INTERVAL_S = 0.005
+"""Seconds between two checks whether the sessions have performed all calls."""
 
 MOST_STARTED = 2
 """Maximum number of pushes of one client that a session sends before it knows their outcomes."""
@@ -40,8 +50,8 @@ SHORT_WAIT_S = 0.05
 """Maximum seconds that a thread waiting for an answer blocks the calls of other threads."""
 
 Perform = Callable[[Any, tuple[Any, ...]], Any]
-"""Function ``(client, call)`` that performs a call through a local client, and returns the answer or
-:class:`Unfinished`."""
+"""Function ``(client, call)`` that performs a call through a local client, and returns the answer,
+:class:`Unfinished` or :class:`WaitingCall`."""
 
 
 class Gateway(Shared):
@@ -83,15 +93,44 @@ class Gateway(Shared):
         self.channels[0].flush()
         return session
 
-    def close(self) -> None:
+    def close(self, timeout: float | None = None) -> None:
         """Refuse new sessions, and end each session after it has performed all calls received so far.
 
-        A session that is still busy after ``CLOSE_TIMEOUT_S`` ends later.
+        A session that waits for other clients ends later.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Raises:
+            TimeoutError: ``timeout`` expired. The sessions continue, and end later.
         """
+        late = late_after(timeout)
         self.channels[0].close()
-        late = time.monotonic() + CLOSE_TIMEOUT_S
-        self._welcoming.join(CLOSE_TIMEOUT_S)
-        self.sessions.close(late)
+        self.sessions.close()
+        waiting_late = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._welcoming.is_alive() or self.sessions.are_busy(waiting_late):
+            if late is not None and time.monotonic() >= late:
+                raise TimeoutError(f"the sessions did not perform all calls within {timeout:g} s")
+            time.sleep(POLL_INTERVAL_S)
+
+
+class RunningSession(NamedTuple):
+    """Describe a session that a thread serves.
+
+    Attributes:
+        calls: Weak reference to the channel of calls.
+        thread: Thread that serves the session.
+        waits: Set while the thread waits for other clients, or for its own client to read answers.
+    """
+
+    calls: weakref.ref[Channel[Any]]
+    thread: threading.Thread
+    waits: threading.Event
+
+    def has_calls(self) -> bool:
+        """Return whether further calls have arrived."""
+        calls = self.calls()
+        return calls is not None and len(calls) > 0
 
 
 class SessionThreads:
@@ -105,32 +144,52 @@ class SessionThreads:
     def __init__(self, make_client: Callable[[], Any], perform: Perform) -> None:
         self._make_client, self._perform = make_client, perform
         self._changing = threading.Lock()
-        self._running: list[tuple[weakref.ref[Channel[Any]], threading.Thread]] = []
+        self._running: list[RunningSession] = []
         self._closed = False
 
     def begin(self, calls: Channel[Any], answers: Channel[Any]) -> None:
         """Serve a session until its client closes the channel of calls or dies."""
+        waits = threading.Event()
         thread = threading.Thread(
-            target=_serve, args=(calls, answers, self._make_client, self._perform),
+            target=_serve, args=(calls, answers, self._make_client, self._perform, waits),
             name="flowchan session", daemon=True,
         )  # fmt: skip
         with self._changing:
-            self._running = [one for one in self._running if one[1].is_alive()]
-            self._running.append((weakref.ref(calls), thread))
+            self._running = [one for one in self._running if one.thread.is_alive()]
+            self._running.append(RunningSession(weakref.ref(calls), thread, waits))
             thread.start()
             if self._closed:
                 calls.close()
 
-    def close(self, late: float) -> None:
-        """End each session after it has performed its calls, and wait for the threads until ``late``."""
+    def close(self) -> None:
+        """Let each session end after it has performed its calls."""
         with self._changing:
             self._closed, running = True, list(self._running)
-        for reference, thread in running:
-            calls = reference()
+        for one in running:
+            calls = one.calls()
             if calls is not None:
                 calls.close()
             del calls
-            thread.join(max(0.0, late - time.monotonic()))
+
+    def are_busy(self, late: float) -> bool:
+        """Return whether a session performs calls.
+
+        A session that waits for a client counts only if further calls have arrived, and only until ``late``.
+        """
+        is_late = time.monotonic() >= late
+        with self._changing:
+            return any(
+                one.thread.is_alive() and (not one.waits.is_set() or (one.has_calls() and not is_late))
+                for one in self._running
+            )
+
+    def join(self) -> None:
+        """Wait, for a limited time, until all sessions have sent their last answers and ended."""
+        late = time.monotonic() + CLOSE_TIMEOUT_S
+        with self._changing:
+            running = list(self._running)
+        for one in running:
+            one.thread.join(max(0.0, late - time.monotonic()))
 
 
 def _welcome(arrivals: Channel[Any], sessions: SessionThreads) -> None:
@@ -150,8 +209,31 @@ class Unfinished:
         self.finish = finish
 
 
+class WaitingCall:
+    """Call that waits until other clients have pushed or pulled.
+
+    ``Gateway.close`` does not wait for such a call.
+
+    Args:
+        finish: Function that waits, and returns the answer.
+    """
+
+    def __init__(self, finish: Callable[[], Any]) -> None:
+        self.finish = finish
+
+
+def waiting_for(version: int | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that waits for a version. Return its answer, or the call if there is a version."""
+    call = functools.partial(function, *arguments)
+    return call() if version is None else WaitingCall(call)
+
+
 def _serve(
-    calls: Channel[Any], answers: Channel[Any], make_client: Callable[[], Any], perform: Perform
+    calls: Channel[Any],
+    answers: Channel[Any],
+    make_client: Callable[[], Any],
+    perform: Perform,
+    waits: threading.Event,
 ) -> None:
     with contextlib.suppress(ChannelError):  # the remote client may have died
         client = make_client()
@@ -161,17 +243,20 @@ def _serve(
         try:
             while True:
                 if started and not len(calls):
-                    _answer_first(started, writer)
+                    _answer_first(started, writer, waits)
                     continue
                 number, call = reader.get()
                 # Receive the next push while the server is still applying the last one.
                 while started and (call[0] != "push" or len(started) == MOST_STARTED):
-                    _answer_first(started, writer)
+                    _answer_first(started, writer, waits)
                 found, error = _outcome(functools.partial(perform, client, call))
+                if isinstance(found, WaitingCall):
+                    with _set(waits):
+                        found, error = _outcome(found.finish)
                 if isinstance(found, Unfinished):
                     started.append((number, found))
                 else:
-                    _send(writer, (number, found, error))
+                    _send(writer, (number, found, error), waits)
                 del call, found
         finally:
             client.close()
@@ -179,14 +264,27 @@ def _serve(
             writer.close()  # a call that arrives later gets no answer
 
 
-def _answer_first(started: deque[tuple[int, Unfinished]], answers: Out[Any]) -> None:
+def _answer_first(started: deque[tuple[int, Unfinished]], answers: Out[Any], waits: threading.Event) -> None:
     number, unfinished = started.popleft()
-    _send(answers, (number, *_outcome(unfinished.finish)))
+    _send(answers, (number, *_outcome(unfinished.finish)), waits)
 
 
-def _send(answers: Out[Any], answer: tuple[int, Any, BaseException | None]) -> None:
+def _send(answers: Out[Any], answer: tuple[int, Any, BaseException | None], waits: threading.Event) -> None:
     with contextlib.suppress(Closed):  # the client may have closed its session after its last calls
-        answers.put(answer)
+        try:
+            answers.put(answer, CLOSE_TIMEOUT_S)
+        except Full:
+            with _set(waits):
+                answers.put(answer)
+
+
+@contextlib.contextmanager
+def _set(event: threading.Event) -> Iterator[None]:
+    event.set()
+    try:
+        yield
+    finally:
+        event.clear()
 
 
 def _outcome(function: Callable[[], Any]) -> tuple[Any, BaseException | None]:

@@ -10,7 +10,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
-from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Unfinished
+from flowchan.pipelines.parameter_server.remote_calls import (
+    Call,
+    Gateway,
+    Unfinished,
+    WaitingCall,
+    waiting_for,
+)
 from flowchan.pipelines.parameter_server.server_connection import (
     ClientConnection,
     LocalAccess,
@@ -67,7 +73,7 @@ class RemoteConnection(ClientConnection):
 
     def send(self, push: Callable[[int, int], Push], timeout: float | None) -> RemotePushHandle:
         """Send a push to the server's program, which assigns the slot and the number."""
-        return RemotePushHandle(self._session.send(("send", push(-1, -1)), timeout))
+        return RemotePushHandle(self._session.send(("push", push(-1, -1)), timeout))
 
     def pull(
         self,
@@ -109,11 +115,14 @@ def perform(client: ParameterClient, call: tuple[Any, ...]) -> Any:
     """Perform a remote client's call through a local client."""
     what, *arguments = call
     connection = client._connected()
-    if what == "send":
+    if what == "push":
         (push,) = arguments
         handle = connection.send(lambda slot, number: push._replace(slot=slot, number=number), None)
         return Unfinished(lambda: (handle.wait(), handle.dropped))
-    return getattr(connection, what)(*arguments)
+    method = getattr(connection, what)
+    if what == "wait_for_slower":
+        return WaitingCall(functools.partial(method, *arguments))
+    return waiting_for(arguments[2], method, *arguments)  # "pull" or "pull_rows"
 
 
 class Entrance:
@@ -146,7 +155,29 @@ class Entrance:
                 weakref.finalize(self, self._gateway.channels[0].close)
         return functools.partial, (RemoteConnection, self._gateway)
 
-    def close(self) -> None:
-        """End the sessions of all clients on other hosts. Further calls have no effect."""
+    def close(self, timeout: float | None = None) -> None:
+        """Close the inbox after the server's program has performed all calls from other hosts.
+
+        Args:
+            timeout: Maximum seconds to wait (default: no limit).
+
+        Raises:
+            TimeoutError: ``timeout`` expired, and the inbox is still open.
+        """
+        with self._lock:  # a later client of another host has no time to send calls
+            gateway = self._gateway
+        if gateway is not None:
+            gateway.close(timeout)
+        self._access.inbox.close()
+
+    def start_close(self) -> None:
+        """Close the inbox like :meth:`close`, but return at once, because a run must not wait."""
+        if self._gateway is None:
+            self.close()
+        else:
+            threading.Thread(target=self.close, name="flowchan parameters", daemon=True).start()
+
+    def join(self) -> None:
+        """Wait, for a limited time, until all clients on other hosts have their last answers."""
         if self._gateway is not None:
-            self._gateway.close()
+            self._gateway.sessions.join()

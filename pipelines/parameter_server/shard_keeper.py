@@ -22,7 +22,14 @@ from flowchan.hosts.pool_channels import Reach
 from flowchan.pipelines.children.parent_handle import Parent
 from flowchan.pipelines.parameter_server.call_order import CallId, KeeperOrder, Notice
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
-from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway, Session, Unfinished
+from flowchan.pipelines.parameter_server.remote_calls import (
+    MOST_OPEN,
+    Gateway,
+    Session,
+    Unfinished,
+    WaitingCall,
+    waiting_for,
+)
 from flowchan.pipelines.parameter_server.server_connection import (
     LocalAccess,
     ServerConnection,
@@ -218,19 +225,21 @@ class SessionClient:
 
     def pull(self, names: list[str] | None, at_least: int | None, consistent: bool, timeout: Any) -> Any:
         """Copy tensors, or the object if ``names`` is None, without waiting for other shards."""
-        return self._connected().copy(names, None, at_least, consistent, late_after(timeout))
+        copy = self._connected().copy
+        return waiting_for(at_least, copy, names, None, at_least, consistent, late_after(timeout))
 
     def pull_rows(self, table: str, ids: Any, at_least: int | None, timeout: float | None) -> Any:
         """Copy rows of a table."""
-        return self._connected().copy_rows(table, ids, at_least, late_after(timeout))
+        copy = self._connected().copy_rows
+        return waiting_for(at_least, copy, table, ids, at_least, late_after(timeout))
 
     def pulled(self, version: int, size: int) -> None:
         """Count a pull by the client."""
         self._connected().count_pull(version, size)
 
-    def wait_for_slower(self, most: int, timeout: float | None) -> None:
-        """Wait for slower clients."""
-        self._connected().wait_for_slower(most, timeout)
+    def wait_for_slower(self, most: int, timeout: float | None) -> WaitingCall:
+        """Return a call that waits for slower clients."""
+        return WaitingCall(lambda: self._connected().wait_for_slower(most, timeout))
 
     def look(self) -> ShardState:
         """Return the counters of the shard."""
@@ -286,4 +295,6 @@ def keep_shard(
         parent.send(keeper.gateway)
         parent.receive()  # the command to close; clients send no calls after it
         keeper.gateway.close()
-        return keeper.state()
+        state = keeper.state()
+    keeper.gateway.sessions.join()
+    return state

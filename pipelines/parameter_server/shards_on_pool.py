@@ -91,14 +91,12 @@ class ShardsOnPool:
 
     def join_graph(self, graph: Graph) -> None:
         """Add a stage to a graph that closes the server after all other stages have ended."""
-        ends: tuple[Channel[Any], Channel[None]] = (
-            Channel(1, across="processes"),
-            Channel(1, across="processes"),
-        )
+        inbox: Channel[Any] = Channel(1, across="processes")
+        ended: Channel[None] = Channel(1, across="processes")
         pushes = graph.input(f"{self._name} pushes", capacity=1)
-        graph._serve(*ends)
+        graph._serve(inbox, ended, inbox.close)
         graph.stage(CloseAtEnd(self), pushes, name=self._name)
-        graph._serve(*ends)
+        graph._serve(inbox, ended, inbox.close)
         hosts = ", ".join(dict.fromkeys(place.host for place in self.places))
         graph._drawn |= {self._name: f"tensors of all clients\non {hosts}", f"{self._name} pushes": None}
         weakref.finalize(graph, self.end)  # ends the server of a graph that never runs

@@ -15,7 +15,7 @@ from support.waiting import wait_until
 
 from benchmarks.slow_connections import cut
 from flowchan import Closed, Empty, RunError, hosts, pipelines
-from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway
+from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN, Gateway, WaitingCall
 
 
 class Counter:
@@ -32,6 +32,8 @@ class Counter:
 
 
 def perform(client: Counter, call: tuple[Any, ...]) -> Any:
+    if call[0] == "wait":
+        return WaitingCall(client.gate.wait)
     client.gate.wait()
     client.calls.append(call)
     if call[0] == "fail":
@@ -128,6 +130,58 @@ def test_calls_raise_closed_after_the_gateway_is_closed() -> None:
         session.send((2,)).result(60)
     with pytest.raises(Closed):
         world.gateway.session()
+
+
+def test_close_waits_until_all_received_calls_are_performed() -> None:
+    world = World()
+    sessions = [world.gateway.session() for _ in range(3)]
+    for session in sessions:
+        session.send((0,)).result(60)
+    for client in world.made:
+        client.gate.clear()
+    for session in sessions:
+        for number in range(1, MOST_OPEN):
+            session.send((number,))
+        session.close()
+    with pytest.raises(TimeoutError):
+        world.gateway.close(timeout=0.01)
+    closing = threading.Thread(target=world.gateway.close)
+    closing.start()
+    for client in world.made:
+        client.gate.set()
+    closing.join()
+    assert sorted(world.calls) == [(number,) for number in range(MOST_OPEN) for _ in range(3)]
+
+
+def test_close_skips_a_call_that_waits_for_others() -> None:
+    world = World()
+    session = world.gateway.session()
+    session.send((0,)).result(60)
+    world.made[0].gate.clear()
+    waiting = session.send(("wait",))
+    world.gateway.close()
+    assert not waiting.done()
+    world.made[0].gate.set()
+    assert waiting.result(60) is True
+    with pytest.raises(Closed):
+        session.send((1,)).result(60)
+
+
+def test_close_waits_for_calls_behind_a_call_that_waits() -> None:
+    world = World()
+    session = world.gateway.session()
+    session.send((0,)).result(60)
+    world.made[0].gate.clear()
+    for call in (("wait",), (1,), (2,)):
+        session.send(call)
+    session.flush()
+    closing = threading.Thread(target=world.gateway.close)
+    closing.start()
+    wait_until(lambda: world.gateway.channels[0].closed)
+    world.made[0].gate.set()
+    closing.join()
+    assert world.calls == [(0,), (1,), (2,)]
+    session.close()
 
 
 def use_session(gateway: Gateway, worker: int) -> Any:

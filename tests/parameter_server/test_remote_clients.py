@@ -7,22 +7,26 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from support.local_agents import agents_of
 from support.optional_packages import optional
 from support.waiting import wait_until
 
 from benchmarks.slow_connections import cut
-from flowchan import Graph, RunError, pipelines
-from flowchan.hosts import local
+from flowchan import ChannelError, Closed, Graph, RunError, pipelines
+from flowchan.hosts import local, serve
 from flowchan.pipelines import ParameterServer, RowOptimizer
 
 torch = optional("torch")
 
 SIZE = 1000
+LARGE = 4_000_000
 
 
 def tensors() -> dict[str, Any]:
@@ -259,6 +263,76 @@ def test_remote_client_raises_closed_after_the_server_is_closed(tmp_path: Path) 
     wait_until((tmp_path / "pulled").exists)
     server.close()
     assert workers.join(60) == ["Closed"]
+
+
+def wait_for_version(client: Any, version: int, worker: int) -> str:
+    try:
+        client.pull(at_least=version)
+    except Closed as error:
+        return str(error)
+    return f"version {client.version}"
+
+
+def is_waited_for(server: ParameterServer) -> bool:
+    """Return whether a call of a remote client waits for other clients."""
+    gateway = server._entrance._gateway
+    return gateway is not None and any(one.waits.is_set() for one in gateway.sessions._running)
+
+
+@pytest.mark.parametrize(
+    ("version", "result"), [(1, "version 1"), (2, "pull: the parameter server has shut down")]
+)
+def test_server_closes_while_a_remote_client_waits_for_a_version(version: int, result: str) -> None:
+    server = ParameterServer(tensors())
+    client = server.client()
+    workers = pipelines.map(1, wait_for_version, client, version, on=local(1))
+    wait_until(lambda: is_waited_for(server))
+    client.push({"left": np.ones(SIZE)})
+    server.close()
+    assert workers.join(60) == [result]
+
+
+def test_server_closes_after_a_waiting_remote_client_was_killed() -> None:
+    server = ParameterServer(tensors())
+    workers = pipelines.map(1, wait_for_version, server.client(), 1, on=local(1))
+    wait_until(lambda: is_waited_for(server))
+    (agent,) = agents_of(psutil.Process())
+    for process in agent.children():
+        process.kill()
+    with pytest.raises(RunError):
+        workers.join(60)
+    server.close()
+
+
+def push_large(client: Any, folder: Path, worker: int) -> str:
+    (folder / str(os.getpid())).touch()
+    try:
+        while True:
+            client.push(np.ones(LARGE))
+    except ChannelError as error:
+        return type(error).__name__
+
+
+@pytest.fixture
+def impatient() -> Iterator[None]:
+    serve(peer_timeout=2)
+    yield
+    serve()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_server_closes_while_a_remote_client_is_frozen(tmp_path: Path) -> None:
+    """The client is probably in the middle of a push when it is frozen."""
+    server = ParameterServer(np.zeros(LARGE))
+    workers = pipelines.map(1, push_large, server.client(), tmp_path, on=local(1))
+    wait_until(lambda: server.stats().pushes >= 3)
+    (path,) = tmp_path.iterdir()
+    os.kill(int(path.name), signal.SIGSTOP)
+    server.close()
+    pulled, version = server.client().pull(), server.stats().version
+    assert (pulled == version).all()
+    os.kill(int(path.name), signal.SIGCONT)
+    assert workers.join(60)[0] in ("Closed", "Broken")
 
 
 def test_server_rejects_hosts_that_are_unknown_before_a_run() -> None:

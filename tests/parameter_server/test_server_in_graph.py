@@ -7,13 +7,17 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
+from support.local_agents import agents_of
 from support.waiting import WAIT_LIMIT_S, wait_until
 
 from flowchan import Closed, Graph, Run, RunError
+from flowchan.hosts import local
 from flowchan.pipelines import ParameterServer
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
@@ -29,6 +33,11 @@ def one() -> dict[str, Any]:
 
 def pids_of(run: Run, stage: str) -> tuple[int, ...]:
     return next(tuple(one.pids) for one in run.stats().stages if one.name == stage)
+
+
+def has_ended(run: Run, stage: str, items: int) -> bool:
+    (found,) = [one for one in run.stats().stages if one.name == stage]
+    return (found.items_in, found.state) == (items, "ended")
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -71,6 +80,38 @@ def test_server_applies_all_pushes_of_the_last_stage(on: str) -> None:
     graph.source(range(50)).sink(lambda _: client.push(one()), on="process")
     graph.run()
     assert client.pull() == {"a": 50, "b": 50}
+
+
+@pytest.mark.any_value
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("killed", [False, True])
+@everywhere
+def test_server_applies_calls_of_hosts_after_their_stage_ended(
+    on: str, killed: bool, shards: int, tmp_path: Path
+) -> None:
+    """The workers on hosts do not wait for their pushes. The server applies none before the workers end."""
+    graph = Graph()
+    server = ParameterServer(state(), graph=graph, on=on, shards=shards)
+    client = server.client()
+
+    def add_late(current: Any, given: Any) -> Any:
+        wait_until((tmp_path / "ended").exists)
+        return current + given
+
+    graph.source(range(20)).sink(
+        lambda _: client.push(one(), rule=add_late), name="push", on=local(2), workers=2
+    )
+    run = graph.start()
+    wait_until(lambda: has_ended(run, "push", items=20))
+    if killed:
+        for agent in agents_of(psutil.Process()):
+            agent.kill()
+    assert server.stats().version == 0
+    (tmp_path / "ended").touch()
+    run.wait()
+    assert run.state == "done"
+    assert client.pull() == {"a": 20, "b": 20}
+    assert client.version == 20
 
 
 def test_killed_server_is_replaced_within_the_graph() -> None:

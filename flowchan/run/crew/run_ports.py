@@ -40,7 +40,7 @@ class RunChannels(Protocol):
         """Close the channels of all sources and inputs."""
 
     def end_services(self) -> None:
-        """Close the request channels of the services."""
+        """Ask the services to end after the requests that have arrived."""
 
     def drop_queued(self) -> None:
         """Discard the items that currently wait in the channels of :meth:`Plan.queues`."""
@@ -114,8 +114,8 @@ class RunPorts:
 
     def end_services(self) -> None:
         """See :class:`RunChannels`."""
-        for inbox, _ in self.plan.graph._services.values():
-            inbox.close()
+        for end in {service.end for service in self.plan.graph._services.values()}:
+            end()
 
     def drop_queued(self) -> None:
         """See :class:`RunChannels`.
@@ -157,8 +157,8 @@ class RunPorts:
         for end in self.inputs.values():
             for port in ports_of_end(end):
                 port.channel.close()
-        for _, ended in self.plan.graph._services.values():
-            ended.close()
+        for service in self.plan.graph._services.values():
+            service.ended.close()
 
     def broken(self, id: WorkerId | None) -> list[str]:
         """See :class:`RunChannels`."""
@@ -180,7 +180,7 @@ class RunPorts:
         moved, _, writing = _core._observe(list(self.channels.values()))
         _, reading, _ = _core._observe(self._read_here)
         opened = any(not port.channel.closed for end in self.inputs.values() for port in ports_of_end(end))
-        opened = opened or any(not inbox.closed for inbox, _ in self.plan.graph._services.values())
+        opened = opened or any(not service.inbox.closed for service in self.plan.graph._services.values())
         return Activity(moved, reading + self._remote, writing, opened, frozenset(list(self._unread)))
 
     def snapshots(self) -> tuple[Snapshot, ...]:

@@ -166,7 +166,7 @@ def _open_channel(edge: Edge, plan: Plan) -> Channel[Any]:
     most = min(plan.memory, most_bytes()) if edge.transport.copies else None
     channel: Channel[Any]
     if edge.writer in plan.graph._services and plan.graph.stage_named(edge.writer).operator.outside:
-        channel, _ = plan.graph._services[edge.writer]
+        channel = plan.graph._services[edge.writer].inbox
     else:
         channel = Channel(edge.capacity, across=edge.transport.name, max_bytes=most)
     channel._name = edge.name
