@@ -34,7 +34,6 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Iterator
 from operator import itemgetter
-from pathlib import Path
 
 from flowchan import _core
 from flowchan.channel.channel import Channel, In
@@ -49,7 +48,7 @@ from flowchan.errors import GraphError, Problem
 from flowchan.items.arguments import is_whole
 from flowchan.native import is_compiled
 
-MEMINFO = Path("/proc/meminfo")
+MEMINFO = "/proc/meminfo"
 _BYTES_PER_ITEM = 64
 _REFUSED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOENT)
 _BYTES_PER_CHANNEL = 64 * 1024
@@ -268,7 +267,8 @@ def _memory(graph: Blueprint, stages: tuple[Stage, ...]) -> Found:
 def free_memory() -> float:
     """Return the free memory in bytes, or infinity if the kernel does not report it."""
     try:
-        lines = MEMINFO.read_text().splitlines()
+        with open(MEMINFO, encoding="utf-8") as file:
+            lines = file.readlines()
     except OSError:
         return math.inf
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), math.inf)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import numbers
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -91,7 +90,9 @@ def fits(given: Any, wanted: Any) -> bool:
         # The number types of NumPy and other libraries are interchangeable with each other and with Python's
         # own. Among Python's own types, an int parameter rejects a float.
         foreign = not {given, wanted} <= {bool, int, float, complex}
-        return foreign and issubclass(given, numbers.Number) and issubclass(wanted, numbers.Number)
+        from numbers import Number  # imported late, because few graphs get here
+
+        return foreign and issubclass(given, Number) and issubclass(wanted, Number)
     except Exception:  # some types, such as TypedDict, do not support issubclass
         return True
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import numbers
 import threading
 from collections.abc import Callable, Iterable
-from decimal import Decimal
 from typing import Any, TypeGuard, TypeVar, cast
 
 from flowchan.items.text import shown
@@ -81,8 +79,12 @@ def _number(call: str, argument: str, value: Any, or_none: str) -> float:
 
 def _as_float(value: Any) -> float | None:
     """Return a real number as a float, which may be infinite, or ``None`` if the value is not a number."""
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
-        return None
+    if type(value) not in (int, float):
+        from decimal import Decimal  # both imported late, because few programs pass such a number
+        from numbers import Real
+
+        if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
+            return None
     try:
         return float(value)
     except OverflowError:

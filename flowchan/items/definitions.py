@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import pickle
 import types
 import weakref
@@ -33,6 +32,8 @@ def fingerprint(cls: type) -> str:
     code = [f"{name}={text}" for name, value in sorted(members.items()) if (text := text_of(value))]
     fields = [str(members.get(name)) for name in ("_member_names_", "_fields", "__slots__")]
     text = "\n".join([cls.__qualname__, *bases, *code, *fields])
+    import hashlib  # imported late, because it loads OpenSSL
+
     mark = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest()
     _fingerprints[cls] = version, mark
     return mark
@@ -79,6 +80,8 @@ class _Sum:
     """File that stores nothing and only computes a digest of the data written to it."""
 
     def __init__(self) -> None:
+        import hashlib
+
         self._sum, self._left = hashlib.blake2b(digest_size=16), DIGEST_LIMIT
 
     def write(self, data: Any) -> int:

@@ -8,7 +8,6 @@ import pkgutil
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, overload
 
 from flowchan.channel.addressed import ports_of_end
@@ -394,7 +393,7 @@ class ObservedRun(ABC):
         """
         if self._page is None:
             raise RuntimeError("run.save_page: the run has no page; start it with page=True")
-        self._page.save(Path(path))
+        self._page.save(path)
 
     def _open_page(self) -> None:
         """Serve the page until the run ends. If the page cannot be served, end the run and raise."""

@@ -14,6 +14,7 @@ to the supervisor only weakly, so that a run is freed without a garbage collecti
 from __future__ import annotations
 
 import json
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
@@ -102,9 +103,9 @@ class RunPage:
         """Return the URL of the page."""
         return self._server.address
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the page with the current or final state of the run to an HTML file."""
-        path.write_text(self._saved()[0], encoding="utf-8")
+        Path(path).write_text(self._saved()[0], encoding="utf-8")
 
     # --- called by the run ---
 

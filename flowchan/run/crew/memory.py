@@ -6,12 +6,11 @@ All channels of a run share its budget.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from flowchan.check.rules import free_memory
-from flowchan.run.observe.cgroups import group_files
+from flowchan.run.observe.cgroups import group_files, text_of
 
-VMSTAT = Path("/proc/vmstat")
+VMSTAT = "/proc/vmstat"
 
 
 def budget() -> int:
@@ -32,10 +31,11 @@ def free_for_processes() -> float:
     File pages that the kernel can drop at once count as free.
     """
     rooms = [
-        limit - used + _droppable(file.parent)
+        limit - used + _droppable(group)
         for file in group_files("memory", "memory.max", "memory.limit_in_bytes")
+        for group in [os.path.dirname(file)]
         for limit in _number(file)
-        for used in _number(file.parent / "memory.current") or _number(file.parent / "memory.usage_in_bytes")
+        for used in _number(f"{group}/memory.current") or _number(f"{group}/memory.usage_in_bytes")
     ]
     return min([free_memory(), *rooms]) - available() / 10
 
@@ -43,7 +43,7 @@ def free_for_processes() -> float:
 def resident(pid: int) -> int:
     """Return the resident memory of a process in bytes, or 0 if the process has ended."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(text_of(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
 
@@ -56,7 +56,7 @@ def oom_kills() -> int:
     """
     for file in (*group_files("memory", "memory.events", "memory.oom_control"), VMSTAT):
         try:
-            lines = file.read_text().splitlines()
+            lines = text_of(file).splitlines()
         except OSError:
             continue
         for name, number in (line.split() for line in lines):
@@ -65,17 +65,17 @@ def oom_kills() -> int:
     return 0
 
 
-def _number(file: Path) -> list[int]:
+def _number(file: str) -> list[int]:
     try:
-        return [int(file.read_text())]
+        return [int(text_of(file))]
     except (OSError, ValueError):  # the file does not exist, or contains "max"
         return []
 
 
-def _droppable(group: Path) -> int:
+def _droppable(group: str) -> int:
     """Return how many bytes of a cgroup's file pages the kernel can drop, because they are not in use."""
     try:
-        lines = (group / "memory.stat").read_text().splitlines()
+        lines = text_of(f"{group}/memory.stat").splitlines()
     except OSError:
         return 0
     numbers = dict(line.split() for line in lines)

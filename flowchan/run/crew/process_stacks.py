@@ -7,7 +7,6 @@ one line with the reason.
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping
@@ -69,6 +68,8 @@ class StackRequest:
 
 def _from_outside(request: StackRequest, deadline: float) -> str:
     """Return the output of ``py-spy`` for the process, or one line that says why there is none."""
+    import shutil  # imported late, because it loads three compressors
+
     pid, program = request.process.pid, shutil.which("py-spy")
     if program is None:
         why = "py-spy is not installed"

@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = "/sys/fs/cgroup"
+OWN_CGROUPS = "/proc/self/cgroup"
 
 
-def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
+def text_of(file: str) -> str:
+    """Return the text of a file of the kernel."""
+    # pathlib is slow to import before Python 3.13.
+    with open(file, encoding="utf-8") as opened:
+        return opened.read()
+
+
+def group_files(controller: str, unified: str, legacy: str) -> Iterator[str]:
     """Yield the path of the file for a limit in each cgroup of this process and in the cgroup's ancestors.
 
     In a container, the cgroup's own folder is often mounted as the root of the hierarchy.
@@ -22,18 +28,17 @@ def group_files(controller: str, unified: str, legacy: str) -> Iterator[Path]:
         legacy: Name of the file in cgroups v1.
     """
     try:
-        lines = OWN_CGROUPS.read_text().splitlines()
+        lines = text_of(OWN_CGROUPS).splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root, name = (CGROUPS / controller, legacy) if controllers else (CGROUPS, unified)
-        folder = root / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            if group == root or root in group.parents:
-                yield group / name
+        root, name = (os.path.join(CGROUPS, controller), legacy) if controllers else (CGROUPS, unified)
+        folders = [folder for folder in path.split("/") if folder]
+        for depth in range(len(folders), -1, -1):
+            yield os.path.join(root, *folders[:depth], name)
 
 
 @functools.cache
@@ -57,12 +62,12 @@ def local_cores() -> int:
     return min(cores, most_cores() or cores)
 
 
-def _cpu_limit(file: Path) -> list[float]:
+def _cpu_limit(file: str) -> list[float]:
     """Return a list with the limit in a file, in cores, or an empty list if the file sets no limit."""
     try:
-        words = file.read_text().split()
+        words = text_of(file).split()
         if len(words) < 2:
-            words += (file.parent / "cpu.cfs_period_us").read_text().split()
+            words += text_of(os.path.join(os.path.dirname(file), "cpu.cfs_period_us")).split()
         quota, period = int(words[0]), int(words[1])
     except (OSError, ValueError, IndexError):
         return []

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gzip
 import logging
 import os
 import stat
@@ -95,6 +94,8 @@ class _TraceFile:
     def write(self, text: str) -> None:
         data = text.encode("ascii")
         if self._compresses:  # write complete gzip members, because viewers reject a truncated one
+            import gzip  # imported late, because few programs write a compressed trace
+
             data = gzip.compress(data, compresslevel=1)
         begin = os.lseek(self._file, 0, os.SEEK_CUR) if self._is_regular else 0
         try:

@@ -10,7 +10,6 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from flowchan.declare.blueprint import Blueprint
@@ -222,6 +221,11 @@ def _on_hosts(
     placements therefore do not affect it. If the placement lists the host of each worker, follow this list,
     and begin again after its end.
     """
+    if not placement.hosts:
+        yield from workers
+        return
+    from fractions import Fraction  # imported late, because most programs use no hosts
+
     counted = (placement.hosts, placement.shares) if placement.shares else None
     weights = placement.weights()
 
@@ -231,14 +235,12 @@ def _on_hosts(
     least = [(load(host), place, host) for place, host in enumerate(placement.hosts)]
     heapq.heapify(least)  # a heap, because searching all hosts for each worker would be slow
     for worker in workers:
-        if placement.hosts:
-            _, place, host = least[0]
-            if placement.by_worker:
-                host = placement.by_worker[(worker.id.number - 1) % len(placement.by_worker)]
-            taken.update({(None, host), (counted, host)})
-            heapq.heapreplace(least, (load(host), place, host))
-            worker = dataclasses.replace(worker, host=host)
-        yield worker
+        _, place, host = least[0]
+        if placement.by_worker:
+            host = placement.by_worker[(worker.id.number - 1) % len(placement.by_worker)]
+        taken.update({(None, host), (counted, host)})
+        heapq.heapreplace(least, (load(host), place, host))
+        yield dataclasses.replace(worker, host=host)
 
 
 def _workers(stage: Stage, edges: tuple[Edge, ...]) -> Iterator[PlannedWorker]:

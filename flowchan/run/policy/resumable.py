@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 
@@ -59,6 +58,8 @@ def sources(graph: Blueprint) -> dict[str, int]:
 
 def shape_digest(graph: Blueprint) -> bytes:
     """Return a digest of the names and operators of all stages and of the streams that they read."""
+    import hashlib  # imported late, because it loads OpenSSL
+
     shape = [
         [stage.name, stage.kind, [[port, str(origin)] for port, origin in stage.read]]
         for stage in graph.stages

@@ -13,7 +13,6 @@ seeded for them.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -90,6 +89,8 @@ def worker_text() -> str:
 
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
     """Return a worker's seed in a run with the seed ``run``."""
+    import hashlib  # imported late, because it loads OpenSSL
+
     parts = repr((run, stage, number, incarnation)).encode("utf-8", "surrogatepass")
     # The shift makes the seed fit into a signed 64-bit integer.
     return int.from_bytes(hashlib.blake2b(parts, digest_size=8).digest()) >> 1

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flowchan import _core
@@ -136,8 +135,9 @@ def show_name(name: str, end: str = "") -> None:
     because users search it for the processes of their program.
     """
     name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")
-    with contextlib.suppress(OSError):  # this system has no /proc
-        Path("/proc/self/comm").write_text(name + end)
+    # Without /proc, the name is not shown.
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="utf-8") as file:
+        file.write(name + end)
 
 
 class _Work:
