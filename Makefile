@@ -51,6 +51,7 @@ test-hosts: .venv/installed-hosts
 	$(BIN)/python tools/run_tests.py --hosts --files tests/hosts_real
 
 # pipelines/ and viz/ are parts of the package flowchan, so the types are checked in the installed layout.
+# The benchmarks are checked too, so that they follow a rename; their peers need not be installed.
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,8 +59,8 @@ lint: .venv/installed-test
 	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.cpp' '*.hpp')
 	rm -rf build/types && mkdir -p build/types && cp -a flowchan build/types/flowchan
 	cp -a pipelines viz build/types/flowchan/
-	cp -a flowchan_torch build/types/
-	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan -p flowchan_torch
+	cp -a flowchan_torch benchmarks examples build/types/
+	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p flowchan -p flowchan_torch -p benchmarks
 	cd build/types && ../../$(BIN)/python ../../tools/typed.py
 	$(BIN)/python tools/complexity.py
 	$(BIN)/python tools/prose.py

@@ -63,7 +63,10 @@ def _arrays(report: Report, effort: Effort) -> None:
 
 
 def _tensors(report: Report, effort: Effort, size: int) -> None:
-    makers = {"flowchan": partial(processes_channel, SLOTS), "torch.multiprocessing.Queue": _torch_queue}
+    makers: dict[str, Callable[[], Ends]] = {
+        "flowchan": partial(processes_channel, SLOTS),
+        "torch.multiprocessing.Queue": _torch_queue,
+    }
     moves = {name: partial(_move, make, partial(_fresh, size)) for name, make in makers.items()}
     cases = [throughput(name, move, effort, scale=size, unit="B/s") for name, move in moves.items()]
     work = f"processes, fresh tensors of {size >> 10} KB, 1→1"

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.harness import Case, Effort, Report, Row, at_least, at_most, in_words
@@ -119,11 +120,11 @@ def _ray() -> Iterable[Any] | None:
         return None
 
     class First:
-        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        def __call__(self, row: dict[str, Any]) -> Any:
             return first(row)
 
     class Second:
-        def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        def __call__(self, row: dict[str, Any]) -> Any:
             return second(row)
 
     class Rows:
@@ -156,7 +157,11 @@ def _load(report: Report, seconds: float) -> None:
     cases = [case("flowchan", auto(most=SLOTS)), case("a fixed split", SLOTS // 2)]
     mine, fixed = report.interleave("load of 40, 150 and 60 items/s", cases, 1)
     report.rows.append(at_least(0.95, mine, fixed))
-    worked = [Case(name, "s", lambda name=name: (spent[name], 1)) for name in spent]
+
+    def lifetimes(name: str) -> tuple[Sequence[float], int]:
+        return spent[name], 1
+
+    worked = [Case(name, "s", partial(lifetimes, name)) for name in spent]
     mine, fixed = report.interleave("load of 40, 150 and 60 items/s, total lifetime of workers", worked, 1)
     report.rows.append(at_most(1, mine, fixed))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from benchmarks.harness import Effort, Report, at_least, throughput
-from benchmarks.peers import across_threads, bounded_queue, simple_queue, threads_channel
+from benchmarks.peers import Ends, across_threads, bounded_queue, simple_queue, threads_channel
 
 ISOLATES = (
     "One channel between threads. The threads meet at a barrier before the clock starts, and each calls put "
@@ -18,7 +19,7 @@ ISOLATES = (
 
 def measure(effort: Effort) -> Report:
     report = Report()
-    makers = {
+    makers: dict[str, Callable[[], Ends]] = {
         "flowchan": threads_channel,
         "flowchan, room for 100,000": partial(threads_channel, 100_000),
         "queue.SimpleQueue": simple_queue,

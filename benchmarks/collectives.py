@@ -83,7 +83,7 @@ def launch(kind: str, size: int, address: str) -> list[subprocess.Popen[bytes]]:
     if kind == "openmpi":
         for name in ("OMPI", "PRTE"):
             mpi |= {f"{name}_ALLOW_RUN_AS_ROOT": "1", f"{name}_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        command = [ENVIRONMENT / "prterun", "--personality", "ompi", "--map-by", ":OVERSUBSCRIBE"]
+        command = [str(ENVIRONMENT / "prterun"), "--personality", "ompi", "--map-by", ":OVERSUBSCRIBE"]
         mpi["OPAL_PREFIX"] = str(ENVIRONMENT.parent)
         return [subprocess.Popen([*command, "--bind-to", "none", "-n", str(size), *program], env=mpi)]
     port = str(20000 + secrets.randbelow(10000))

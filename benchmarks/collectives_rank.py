@@ -151,7 +151,13 @@ class Backend(Gloo):
 
 def main(kind: str, address: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch rename these functions
-    side = {"flowchan": Flowchan, LINKED: Linked, BACKEND: Backend, "gloo": Gloo}.get(kind, Mpi)()
+    sides: dict[str, type[Flowchan | Mpi | Gloo]] = {
+        "flowchan": Flowchan,
+        LINKED: Linked,
+        BACKEND: Backend,
+        "gloo": Gloo,
+    }
+    side = sides.get(kind, Mpi)()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(f"\0{address}")
         with sock.makefile("rw") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product, repeat
+from multiprocessing.queues import SimpleQueue
 
 import torch
 from torch import nn
@@ -84,7 +85,8 @@ def _twice(pairs: int, rows: int, count: int) -> float:
 
     On this machine, two parts cannot be faster than these processes.
     """
-    barrier, took = CONTEXT.Barrier(2), CONTEXT.SimpleQueue()
+    barrier = CONTEXT.Barrier(2)
+    took: SimpleQueue[float] = CONTEXT.SimpleQueue()
 
     def work() -> None:
         torch.set_num_threads(1)

@@ -123,7 +123,7 @@ def _remote_puts(report: Report, effort: Effort) -> None:
 
 
 def _receive_remote_puts(with_port: bool, count: int) -> float:
-    numbers = Channel(1024, across="hosts")
+    numbers: Channel[int] = Channel(1024, across="hosts")
     arguments = numbers.address, numbers.secret, with_port, count + 1
     # Spawn the program: a forked process would inherit the owner's channel instead of opening it remotely.
     program = multiprocessing.get_context("spawn").Process(target=_put_remotely, args=arguments)
@@ -197,7 +197,7 @@ def _ray_calls(actor: Any, count: int) -> float:
 def _ray_queue(count: int) -> float:
     queue = Queue(maxsize=1024)
 
-    @ray.remote
+    @ray.remote  # type: ignore[untyped-decorator]
     def take(queue: Any, count: int) -> None:
         for _ in range(count):
             queue.get()
@@ -213,7 +213,7 @@ def _ray_queue(count: int) -> float:
 
 
 def _ray_stream(count: int) -> float:
-    @ray.remote(num_returns="streaming")
+    @ray.remote(num_returns="streaming")  # type: ignore[untyped-decorator]
     def arrays(count: int) -> Iterator[Any]:
         for item in range(count):
             yield megabyte(item)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Namespaces:
     address: str = HEAD
     cores: None = None
 
-    def listen_at(self) -> str:
+    def listen_at(self, hosts: Sequence[str] | None = None) -> str:
         return self.address
 
     def start(self, number: int, launch: Launch) -> AgentProcess:

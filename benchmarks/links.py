@@ -116,10 +116,10 @@ def _zmq(sock: socket.socket, copies: bool, binds: bool) -> Any:
         pull.connect(f"tcp://{there}:{ports[1]}")
 
     def put(item: Any) -> None:
-        push.send(item if not copies else pickle.dumps(item, 5), copy=copies)
+        push.send(item if not copies else pickle.dumps(item, 5), 0, copies)
 
     def get() -> Any:
-        return pickle.loads(pull.recv()) if copies else np.frombuffer(pull.recv(copy=False), np.uint8)
+        return pickle.loads(pull.recv()) if copies else np.frombuffer(pull.recv(copy=False).buffer, np.uint8)
 
     return put, get, partial(context.destroy, linger=1000)
 

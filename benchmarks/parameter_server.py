@@ -145,7 +145,7 @@ def _pull() -> Any:
 def _serve(file: str) -> None:
     from torch.distributed import rpc
 
-    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=_options(file))
+    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=_options(file))  # type: ignore[no-untyped-call]
     rpc.shutdown()
 
 
@@ -163,7 +163,7 @@ def _rpc() -> Iterator[Calls]:
         file = os.path.join(folder, "rendezvous")
         child = multiprocessing.get_context("spawn").Process(target=_serve, args=(file,))
         child.start()
-        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_options(file))
+        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_options(file))  # type: ignore[no-untyped-call]
         values, out = torch.ones(SIZE // 4), torch.zeros(SIZE // 4)
         rpc.rpc_sync("server", _begin, (SIZE // 4,))
         yield {

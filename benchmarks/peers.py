@@ -34,7 +34,7 @@ class Ends:
 
 
 def threads_channel(capacity: int = 1024) -> Ends:
-    channel = Channel(capacity)
+    channel: Channel[Any] = Channel(capacity)
     return Ends(channel.put, channel.get, channel)
 
 
@@ -49,7 +49,7 @@ def bounded_queue(capacity: int = 1024) -> Ends:
 
 
 def processes_channel(capacity: int = 1024) -> Ends:
-    channel = Channel(capacity, across="processes")
+    channel: Channel[Any] = Channel(capacity, across="processes")
     return Ends(channel.put, channel.get, channel)
 
 

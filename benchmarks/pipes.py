@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from queue import Queue
 from threading import Thread
@@ -63,7 +64,7 @@ def beside_peers(
     arrives.
     """
     report = Report()
-    jobs = {
+    jobs: dict[str, SizedJob] = {
         "flowchan": mine,
         "the plain module": plain,
         "torch.distributed.pipelining": partial(_distributed, rank),
@@ -168,7 +169,7 @@ def _spawn_workers(devices: Sequence[torch.device]) -> Iterator[tuple[list[Queue
 
 def _distributed(work: RankJob, rows: int, count: int) -> float:
     """Return how many seconds ``work(rank, stage, rows, count)`` takes in two processes."""
-    answers = CONTEXT.SimpleQueue()
+    answers: SimpleQueue[float] = CONTEXT.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "meeting")
         processes = [

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,10 @@ def copies(count: int) -> Figures:
             given, out = torch.ones(size << 18), torch.ones(size << 18)
             there = given.to(nodes[0])
             calls: dict[str, Callable[[], Any]] = {
-                "memcpy": lambda out=out, given=given: out.copy_(given),
-                "to a node": lambda given=given: given.to(nodes[0]),
+                "memcpy": partial(out.copy_, given),
+                "to a node": partial(given.to, nodes[0]),
                 "from a node": there.cpu,
-                "from node to node": lambda there=there: there.to(nodes[1]),
+                "from node to node": partial(there.to, nodes[1]),
             }
             for name, call in calls.items():
 
@@ -206,7 +207,7 @@ def _training_step(optimizer: str, device: torch.device) -> Callable[[], None]:
 
     def step() -> None:
         updates.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), labels).backward()
+        torch.nn.functional.cross_entropy(model(x), labels).backward()  # type: ignore[no-untyped-call]
         updates.step()
 
     return step
@@ -233,7 +234,7 @@ def _rpc_worker(file: str) -> None:
     from torch.distributed import rpc
 
     torch.set_num_threads(1)
-    rpc.init_rpc("worker", rank=1, world_size=2, rpc_backend_options=_rpc_options(file))
+    rpc.init_rpc("worker", rank=1, world_size=2, rpc_backend_options=_rpc_options(file))  # type: ignore[no-untyped-call]
     rpc.shutdown()
 
 
@@ -245,7 +246,7 @@ def rpc_remote(count: int) -> Figures:
         file = os.path.join(folder, "rendezvous")
         child = multiprocessing.get_context("spawn").Process(target=_rpc_worker, args=(file,))
         child.start()
-        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_rpc_options(file))
+        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=_rpc_options(file))  # type: ignore[no-untyped-call]
         pair = [rpc.remote("worker", _ones) for _ in range(2)]
 
         def run(name: Any, times: int) -> None:

@@ -44,7 +44,7 @@ class Simulated:
     count: int
 
     @functools.cached_property
-    def hosts(self) -> tuple[str, ...]:  # type: ignore[override]
+    def hosts(self) -> tuple[str, ...]:
         return tuple(f"simulated-{number + 1}" for number in range(self.count))
 
     @property

@@ -10,25 +10,28 @@ import resource
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from flowchan import Graph
 
 ROUNDS = 7
-ITEMS = {"thread": 1_000_000, "process": 200_000}
+Place = Literal["thread", "process"]
+ITEMS: dict[Place, int] = {"thread": 1_000_000, "process": 200_000}
 
 
 def same(item: int) -> int:
     return item
 
 
-def graph(on: str) -> Graph:
+def graph(on: Place) -> Graph:
     found = Graph("traced")
     found.source(range(ITEMS[on])).map(same, on=on).sink(same)
     return found
 
 
-def cpu_ns(on: str, trace: Path | None) -> float:
+def cpu_ns(on: Place, trace: Path | None) -> float:
     """Return the CPU time per item of one run in nanoseconds, including the time of its worker processes."""
     before = _cpu_seconds()
     graph(on).run(trace=trace)
@@ -49,7 +52,8 @@ def main(rounds: int = ROUNDS) -> None:
             for _ in range(rounds):
                 for name, path in paths.items():
                     found[name].append(cpu_ns(on, path))
-            for name, figure in {"median": statistics.median, "minimum": min}.items():
+            figures: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "minimum": min}
+            for name, figure in figures.items():
                 off, traced = figure(found["off"]), figure(found["on"])
                 print(
                     f"{on}, {name}: {off:.0f} ns of CPU time per item without a trace, {traced:.0f} with "

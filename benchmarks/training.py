@@ -65,7 +65,7 @@ def _plain_training(rows: int, count: int) -> float:
 def plain_step(module: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor) -> float:
     optimizer.zero_grad()
     loss = functional.cross_entropy(module(x), target)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return loss.item()
 

@@ -39,9 +39,9 @@ def in_parallel(place: Any = "process") -> Counter[str]:
     graph = Graph("wordcount")
     batches = graph.source(wordcount.python_files, wordcount.STANDARD_LIBRARY).batch(32)
     counts = batches.map(wordcount.count_words, workers=2, on=place, ordered=False)
-    total = counts.reduce(wordcount.add, Counter())
-    found: Counter[str] = graph.run()[total]
-    return found
+    nothing: Counter[str] = Counter()
+    total = counts.reduce(wordcount.add, nothing)
+    return graph.run()[total]
 
 
 def job(name: str, job: Callable[[], Counter[str]], expected: Counter[str]) -> Case:
