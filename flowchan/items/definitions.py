@@ -80,7 +80,7 @@ class _Sum:
     """File that stores nothing and only computes a digest of the data written to it."""
 
     def __init__(self) -> None:
-        import hashlib
+        import hashlib  # see fingerprint()
 
         self._sum, self._left = hashlib.blake2b(digest_size=16), DIGEST_LIMIT
 

@@ -68,23 +68,20 @@ class StackRequest:
 
 def _from_outside(request: StackRequest, deadline: float) -> str:
     """Return the output of ``py-spy`` for the process, or one line that says why there is none."""
-    import shutil  # imported late, because it loads three compressors
-
-    pid, program = request.process.pid, shutil.which("py-spy")
-    if program is None:
+    pid = request.process.pid
+    try:
+        done = subprocess.run(
+            ["py-spy", "dump", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=max(0.0, deadline - time.monotonic()),
+            check=False,
+        )
+        if done.returncode == 0:
+            return done.stdout
+        why = f"py-spy failed: {done.stderr.strip()}"
+    except FileNotFoundError:
         why = "py-spy is not installed"
-    else:
-        try:
-            done = subprocess.run(
-                [program, "dump", "--pid", str(pid)],
-                capture_output=True,
-                text=True,
-                timeout=max(0.0, deadline - time.monotonic()),
-                check=False,
-            )
-            if done.returncode == 0:
-                return done.stdout
-            why = f"py-spy failed: {done.stderr.strip()}"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            why = f"py-spy failed: {error}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = f"py-spy failed: {error}"
     return f"no stack of pid {pid}: {request.why}; {why}\n"

@@ -18,7 +18,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from flowchan.channel.latch import Latch
@@ -89,14 +89,17 @@ class _TraceFile:
         except BaseException:
             os.close(self._file)
             raise
-        self._compresses = path.endswith(".gz")
+        self._compress: Callable[..., bytes] | None = None
+        if path.endswith(".gz"):
+            # Imported late, because few programs compress the trace, but before the workers are forked.
+            from gzip import compress
+
+            self._compress = compress
 
     def write(self, text: str) -> None:
         data = text.encode("ascii")
-        if self._compresses:  # write complete gzip members, because viewers reject a truncated one
-            import gzip  # imported late, because few programs write a compressed trace
-
-            data = gzip.compress(data, compresslevel=1)
+        if self._compress:  # write complete gzip members, because viewers reject a truncated one
+            data = self._compress(data, compresslevel=1)
         begin = os.lseek(self._file, 0, os.SEEK_CUR) if self._is_regular else 0
         try:
             while data:

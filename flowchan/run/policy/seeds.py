@@ -89,7 +89,7 @@ def worker_text() -> str:
 
 def seed_of(run: int, stage: str, number: int, incarnation: int) -> int:
     """Return a worker's seed in a run with the seed ``run``."""
-    import hashlib  # imported late, because it loads OpenSSL
+    import hashlib  # loads OpenSSL; imported late, but before the worker is forked
 
     parts = repr((run, stage, number, incarnation)).encode("utf-8", "surrogatepass")
     # The shift makes the seed fit into a signed 64-bit integer.
