@@ -212,13 +212,10 @@ class AuthenticatedListener:
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when ``accept`` has work to do.
 
-        The descriptor does not show a peer that :meth:`has_proved_peer` reports.
+        If Ctrl-C ended the last ``accept``, call it again first: the descriptor does not show a peer that has
+        already proved the secret.
         """
         return self._ready.fileno()
-
-    def has_proved_peer(self) -> bool:
-        """Return whether an authenticated peer still waits because Ctrl-C interrupted the last ``accept``."""
-        return any(pending.has_proved() for pending in self._pending)
 
     def close(self) -> None:
         """Reject all peers that have not proved the secret yet, and stop listening."""

@@ -9,8 +9,6 @@ import psutil
 from support.local_agents import agents_of
 from support.waiting import wait_until
 
-from flowchan import Run
-
 
 def agents() -> list[psutil.Process]:
     """Return the running agents that this process has started, in the order of their hosts."""
@@ -27,11 +25,6 @@ def workers_of(agent: psutil.Process) -> list[psutil.Process]:
 def host_of(_: object = None) -> int:
     """Return the process id of the calling worker's agent."""
     return os.getppid()
-
-
-def hosts_named(run: Run) -> dict[str, str]:
-    """Return the state of each host, by the host's name."""
-    return {host.name: host.state for host in run.stats().hosts}
 
 
 def wait_ended(*processes: psutil.Process) -> None:

@@ -18,8 +18,6 @@ from support.waiting import wait_until
 from flowchan import Broken, Channel, Empty, hosts
 from flowchan.pipelines import Weights, WeightsReader
 
-PEER = {"here": ProcessPeer, "remote": HostPeer}
-
 
 def train(where: str, readers: Channel[Any], go_on: Channel[None]) -> None:
     """Publish once, send two readers, wait for ``go_on``, and publish until the process is killed."""

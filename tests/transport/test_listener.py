@@ -59,8 +59,7 @@ def test_listener_accept_without_a_peer_times_out() -> None:
 
 
 def test_authenticated_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The peer sends nothing while it waits for the last message, so a polling program must call
-    ``has_proved_peer``."""
+    """The peer sends nothing while it waits for the last message."""
     end = authentication.PendingHandshake._end
     with opened() as listener:
 
@@ -74,12 +73,10 @@ def test_authenticated_peer_is_accepted_after_ctrl_c(monkeypatch: pytest.MonkeyP
             planted.setattr(authentication.PendingHandshake, "_end", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 listener.accept(30)
-        assert listener.has_proved_peer()
         sock, _ = listener.accept(30)
         with sock:
             sock.sendall(b"hello")
         assert peer.result() == b"hello"
-        assert not listener.has_proved_peer()
 
 
 def test_refused_peer_is_counted_and_named() -> None:
