@@ -156,22 +156,19 @@ class General(Builder):
                     or a pool.
                 workers (int): Number of workers (default: 1).
                 capacity (int): Capacity of each output channel in items (default: 64).
-                restarts (int): Maximum number of dead workers that are replaced in 60 s of work (default:
-                    10).
+                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 restartable (bool): True if the function keeps no state between items, so that a dead worker
                     process can be replaced (default: False).
                 elastic (bool): For a gang: restart only the dead worker (default: False; implies
                     ``restartable``). The other workers keep their processes. Their function is then called
                     twice: first with the group of survivors, and later with the complete group.
-                gpus (float): Number of GPUs per worker process (default: 0). A number below 1 is a share of
-                    one GPU.
+                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
                 per_worker (str or tuple): Name of an ``In`` parameter, or a tuple of names (default: none).
                     The items of such an input are pairs ``(worker, item)``. Each goes to the worker with that
                     number, counted from 1.
 
         Returns:
-            ``None`` without ``Out`` parameters, a stream for one ``Out`` parameter, and a tuple of streams
-            for several.
+            ``None`` without ``Out`` parameters, one stream, or a tuple of streams for several of them.
 
         Raises:
             TypeError: An argument is not a stream, or an option has the wrong type or an unknown name.

@@ -97,17 +97,15 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             function: Function with one parameter, an ``async def`` function, or a class whose instances are
-                called. If a worker process dies, its replacement creates a new instance. After :meth:`batch`,
-                the function may return a list as long as the batch. If the list contains an exception, only
-                the item with the same index fails.
+                called. A replaced worker process creates a new one. After :meth:`batch`, the function may
+                return a list as long as the batch. An exception in it fails only the item with its index.
             **options: Keyword options of the stage:
 
                 name (str): Name of the stage (default: the function's name).
                 on (str or pool): Placement of the workers: ``"thread"`` (default), ``"process"``, ``"hosts"``
                     for the hosts of ``flowchan run --hosts``, or a pool of hosts from ``flowchan.hosts``.
                 workers (int or "auto"): Number of workers (default: 1); see :func:`~flowchan.auto`.
-                ordered (bool): Whether the outputs of several workers keep the order of the input (default:
-                    True).
+                ordered (bool): Whether several workers keep the order of the input (default: True).
                 capacity (int): Capacity of the output channel in items (default: 64).
                 retries (int): Number of times that an item is retried if the function raises (default: 0).
                 retry_delay (float): Seconds before each retry (default: 0).
@@ -117,11 +115,9 @@ class Stream(StreamEnd[T_co]):
                 rate (float): Maximum number of items that start per second, over all workers (default: no
                     limit). The starts are evenly spaced, and each retry counts as a start.
                 share_instance (bool): Whether all coroutines share one instance of a class (default: False).
-                restarts (int): Maximum number of dead workers that are replaced in 60 s of work (default:
-                    10).
+                restarts (int): Maximum number of dead workers replaced within 60 s of work (default: 10).
                 max_deaths (int): Number of worker deaths after which an item counts as failed (default: 3).
-                gpus (float): Number of GPUs per worker process (default: 0). A number below 1 is a share of
-                    one GPU.
+                gpus (float): Number of GPUs per worker process (default: 0); below 1, a share of one GPU.
                 key (function): Function that returns the key of an item (default: none). Items with equal
                     keys are processed one after another, in stream order.
                 concurrency_per_key (int): Maximum number of items of one key that run at once (default: 1).
@@ -601,9 +597,8 @@ class Stream(StreamEnd[T_co]):
         """Declare a stage that combines one item from each worker of this stream's stage in every round.
 
         Round k combines the k-th items of all workers that have one, in worker order. Nested values are
-        combined leaf by leaf in the program's process. Each worker has a separate channel. The option
-        ``ordered`` therefore has no effect. To combine several streams, use
-        ``graph.merge(*streams).allreduce(op)``.
+        combined leaf by leaf in the program's process. Each worker has a separate channel, so ``ordered`` has
+        no effect. To combine several streams, use ``graph.merge(*streams).allreduce(op)``.
 
         Args:
             op: ``"sum"`` (default), ``"mean"``, ``"prod"``, ``"min"``, ``"max"``, ``"and"``, ``"or"``,
