@@ -84,6 +84,11 @@ def made_wheel(
     path = folder / f"flowchan-{version}-{tag or 'cp313-cp313-manylinux_2_28_x86_64'}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{INFO}/METADATA", f"Metadata-Version: 2.4\nName: flowchan\nVersion: {version}\n")
+        archive.writestr(
+            f"{INFO}/WHEEL",
+            f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {path.stem.split('-', 2)[2]}\n",
+        )
+        archive.writestr(f"{INFO}/RECORD", "")
         archive.writestr("flowchan/_core.pyi", "")
         archive.writestr(core or f"flowchan/_core{TARGET.suffix}", binary)
         for file in [ROOT / "LICENSE", *ROOT.glob("licenses/*.txt")]:
@@ -116,6 +121,18 @@ def test_check_rejects_builds_with_different_bytes(tmp_path: Path) -> None:
     checks.same(tmp_path / "first", tmp_path / "first")
     with pytest.raises(checks.Wrong, match="must have the same bytes"):
         checks.same(tmp_path / "first", tmp_path / "second")
+
+
+def test_wheel_for_another_processor_installs_from_outside(tmp_path: Path) -> None:
+    (target,) = selected(["cp313-manylinux*aarch64"])
+    path = made_wheel(tmp_path, core="flowchan/__init__.py", tag=f"cp313-cp313-{target.platform}")
+    packages = tmp_path / "site-packages"
+    checks.install_from_outside(path, target, packages)
+    assert (packages / INFO / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert sorted(file.name for file in packages.glob("flowchan/*")) == ["__init__.py", "_core.pyi"]
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        checks.install_from_outside(path, TARGET, packages)
+    assert "not a supported wheel" in raised.value.stderr
 
 
 def test_program_of_the_readme_is_found() -> None:

@@ -103,8 +103,10 @@ class Release:
         else:
             system, python = roots.with_local(target, self.root_for)
         checks.check_runs(path, target, system, python, PROJECT)
-        emulated = "" if target.machine == NATIVE else " in an emulator"
-        return f"installed without a compiler; README's graph ran in processes and on threads{emulated}"
+        ran = "README's graph ran in processes and on threads"
+        if target.machine == NATIVE:
+            return f"installed without a compiler; {ran}"
+        return f"installed by this machine's pip; {ran} in an emulator without a compiler"
 
 
 def _fresh(folder: Path) -> Path:

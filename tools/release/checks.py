@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tools.release.roots import System, command
-from tools.release.targets import Target
+from tools.release.targets import NATIVE, Target
 
 BIN = Path(sys.executable).parent
 IGNORED = "W004,W009"
@@ -147,15 +147,12 @@ def check_runs(path: Path, target: Target, system: System, python: str | Path, p
     place = system.folder / "release"
     shutil.rmtree(place, ignore_errors=True)
     try:
-        _download(path, target, place / "wheels")
-        shutil.copy(path, place / "wheels")
+        place.mkdir()
         program = first_program((project / "README.md").read_text())
         (place / "processes.py").write_text(program)
         (place / "threads.py").write_text(program.replace('on="process"', 'on="thread"'))
-        system.run(python, "-m", "venv", "/release/venv")
-        system.run(
-            "/release/venv/bin/pip", "install", "--no-index", "--find-links", "/release/wheels", "flowchan"
-        )
+        install = _install_inside if target.machine == NATIVE else _install_into_emulated
+        install(path, target, system, python)
         words = [
             system.run("/release/venv/bin/python", f"/release/{name}.py") for name in ("processes", "threads")
         ]
@@ -178,10 +175,34 @@ def download_options(target: Target) -> list[str]:
     ]
 
 
-def _download(path: Path, target: Target, folder: Path) -> None:
-    """Download the wheel's requirements, so that the system needs neither network nor certificates."""
+def _install_inside(path: Path, target: Target, system: System, python: str | Path) -> None:
+    """Install a wheel with the system's own pip, which needs neither network nor certificates."""
+    wheels = system.folder / "release/wheels"
     pip = (BIN / "python", "-m", "pip", "download", "--quiet", "--only-binary=:all:")
-    command(*pip, *download_options(target), "-d", folder, path)
+    command(*pip, *download_options(target), "-d", wheels, path)
+    shutil.copy(path, wheels)
+    system.run(python, "-m", "venv", "/release/venv")
+    system.run(
+        "/release/venv/bin/pip", "install", "--no-index", "--find-links", "/release/wheels", "flowchan"
+    )
+
+
+def _install_into_emulated(path: Path, target: Target, system: System, python: str | Path) -> None:
+    """Install a wheel with this machine's pip, because pip takes more than ten minutes in an emulator."""
+    system.run(python, "-m", "venv", "--without-pip", "/release/venv")
+    install_from_outside(
+        path, target, system.folder / f"release/venv/lib/python{target.python}/site-packages"
+    )
+
+
+def install_from_outside(path: Path, target: Target, packages: Path) -> None:
+    """Install a wheel and its requirements for another system into a folder of packages.
+
+    Raises:
+        CalledProcessError: A requirement has no wheel for the target, or the wheel is for another target.
+    """
+    pip = (BIN / "python", "-m", "pip", "install", "--quiet", "--only-binary=:all:", "--no-compile")
+    command(*pip, *download_options(target), "--target", packages, path)
 
 
 def reason(error: Exception) -> str:
