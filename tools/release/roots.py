@@ -16,6 +16,8 @@ from tools.release.targets import MACHINES, NATIVE, Target
 
 SUITES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "sid"}
 """Debian release that ships each version of CPython."""
+PROVIDERS = {"3.11": ["python3-distutils"]}
+"""Packages that debootstrap does not find itself, because another package needs them under a virtual name."""
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "zig")
 
 
@@ -84,9 +86,9 @@ class Root(System):
         if self.folder.exists():
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
-        packages = f"--include=python{python}-venv,libpython{python}-dev"
+        packages = [f"python{python}-venv", f"libpython{python}-dev", *PROVIDERS.get(python, [])]
         copied = ["resolv.conf", "hosts"]
-        options = [f"--arch={processor}", "--variant=minbase", packages]
+        options = [f"--arch={processor}", "--variant=minbase", f"--include={','.join(packages)}"]
         if machine == NATIVE:
             command("debootstrap", *options, suite, self.folder, mirror)
         else:  # CPython also runs without the packages' scripts, which are slow in an emulator
