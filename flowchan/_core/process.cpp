@@ -57,10 +57,13 @@ void in_child() {
 
 [[maybe_unused]] const int fork_hook = pthread_atfork(before_fork, in_parent, in_child);
 
-// Read the state letter and the start time from /proc/<pid>/stat. On failure, return false with errno set.
+// Read the state letter and the start time from the stat file of the process's main thread, which have the values
+// of the process. In an emulator (qemu-user), a process sees other times in its own /proc/<pid>/stat than its
+// peers do. On failure, return false with errno set.
 bool read_stat(uint64_t pid, char& state, uint64_t& started) {
-    char path[32], text[512];
-    snprintf(path, sizeof path, "/proc/%lu/stat", static_cast<unsigned long>(pid));
+    char path[64], text[512];
+    const auto number = static_cast<unsigned long>(pid);
+    snprintf(path, sizeof path, "/proc/%lu/task/%lu/stat", number, number);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return false;
     ssize_t n = read(fd, text, sizeof text - 1);
