@@ -188,7 +188,7 @@ def _install_inside(path: Path, target: Target, system: System, python: str | Pa
 
 
 def _install_into_emulated(path: Path, target: Target, system: System, python: str | Path) -> None:
-    """Install a wheel with this machine's pip, because pip takes more than ten minutes in an emulator."""
+    """Install a wheel with this machine's pip, because pip is very slow in an emulator."""
     system.run(python, "-m", "venv", "--without-pip", "/release/venv")
     install_from_outside(
         path, target, system.folder / f"release/venv/lib/python{target.python}/site-packages"
