@@ -88,8 +88,7 @@ def _as_float(value: Any) -> float | None:
     try:
         return float(value)
     except OverflowError:
-        # In typeshed, Real has no comparison operators.
-        return math.inf if value > 0 else -math.inf  # type: ignore[operator]
+        return math.inf if value > 0 else -math.inf
 
 
 def per_second(call: str, argument: str, value: Any) -> float | None:
