@@ -115,7 +115,7 @@ def test_only_the_last_stage_becomes_a_service() -> None:
     requests.map(abs, name="serve").sink(print, name="service")
     inbox: Channel[Any] = Channel(across="processes")
     ended: Channel[None] = Channel(across="processes")
-    graph._serve(inbox, ended)
+    graph._serve(inbox, ended, inbox.close)
     assert [stage.name for stage in graph.stages if stage.service] == ["service"]
     assert [stage.name for stage in graph.stages] == [
         "numbers", "work", "sink", "requests", "serve", "service",
