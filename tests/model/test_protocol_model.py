@@ -1,9 +1,9 @@
 """Models of the protocols. Spin searches them exhaustively, with a death between any two steps.
 
-They cover the ring, its leases and waiting, the streams between hosts, requests to the owner of a channel,
-and the rounds of a group. The top of each model states its scope, and for each step the source line that it
-models. The search must also find planted faults (``PLANT_…``) and weaknesses of the source (``SOURCE_…``), to
-show that every property can fail.
+They cover the ring, its leases and waiting, the streams between hosts, and outputs that stay on their host.
+They also cover requests to the owner of a channel, and the rounds of a group. The top of each model states
+its scope, and for each step the source line that it models. The search must also find planted faults
+(``PLANT_…``) and weaknesses of the source (``SOURCE_…``), to show that every property can fail.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ WHOLE = [
     ("lease", "ITEMS=1 OUTPUTS=2 DEATHS=2 WORKERS=1"),
     ("gate", f"ITEMS=1 {CALM} RANKS"),
     ("line", "ITEMS=2 PORTS=2 OUTPUTS=1"),
+    ("fetch", "ITEMS=1 DEATHS=1 FAILS=1"),
     ("asking", "GETTERS=1 DEATHS=0"),
     ("group", "DEATHS=2 STOPS=1"),
 ]
@@ -58,6 +59,9 @@ LONGEST = [
     ("line", "ITEMS=2 LINES=2 OUTPUTS=1"),
     ("line", "ITEMS=2 LINES=2 OUTPUTS=1 WORKERS=0 RECALLS=1"),
     ("line", "ITEMS=3 BREAKS=2 RECALLS=2 OUTPUTS=1"),
+    ("fetch", "ITEMS=1 DEATHS=2 FAILS=1"),
+    ("fetch", "ITEMS=2 DEATHS=1 FAILS=1"),
+    ("fetch", "ITEMS=1 OUTPUTS=2 DEATHS=2"),
     ("asking", "GETTERS=1"),
     ("asking", "GETTERS=1 CANCELS=0 CHILD"),
     ("asking", "GETTERS=1 CANCELS=2 DEATHS=0 CHILD"),
@@ -119,6 +123,13 @@ FAULTS = [
     ("line", "ITEMS=2 RECALLS=1", "PLANT_recall_begun"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_stale_answer"),
     ("line", "ITEMS=2 RECALLS=1", "PLANT_send_on"),
+    # each output that stays on its host is read exactly once, although hosts die
+    ("fetch", "ITEMS=1 DEATHS=1", "PLANT_no_hold"),
+    ("fetch", "ITEMS=1 OUTPUTS=2 DEATHS=1", "PLANT_put_replays"),
+    ("fetch", "ITEMS=1 OUTPUTS=2 DEATHS=1", "PLANT_skip_only"),
+    ("fetch", "ITEMS=1 OUTPUTS=2 DEATHS=1", "PLANT_replace_any"),
+    ("fetch", "ITEMS=1 DEATHS=1", "PLANT_no_moves"),
+    ("fetch", "ITEMS=1 FAILS=1 DEATHS=0", "PLANT_no_pull"),
     # each request is answered once, and a channel exists while a process or an item holds it
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_forget"),
     ("asking", "GETTERS=1 DEATHS=0", "PLANT_cancel_taken"),
@@ -215,7 +226,7 @@ def test_every_planted_fault_is_tried() -> None:
     assert tried == there
 
 
-@pytest.mark.parametrize("model", ["ring", "lease", "gate", "line", "asking", "group"])
+@pytest.mark.parametrize("model", ["ring", "lease", "gate", "line", "fetch", "asking", "group"])
 def test_model_table_lists_existing_source_names(model: str) -> None:
     """Each "file: name, name" in the table at the top must list names that exist in that file.
 
