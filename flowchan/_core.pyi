@@ -1,7 +1,6 @@
 """The native core of flowchan: channels and their ports."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, overload
 
 T = TypeVar("T")
@@ -321,9 +320,7 @@ class In(Generic[T_co]):
     def __iter__(self) -> Iterator[T_co]: ...
     def __next__(self) -> T_co: ...
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
     @property
     def channel(self) -> Any:
         """Return the channel that the port reads."""
@@ -427,9 +424,7 @@ class Out(Generic[T_contra]):
     def close(self) -> None:
         """Close the port. If it is the last writer, the channel closes."""
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
     @property
     def channel(self) -> Any:
         """Return the channel to which the port writes."""
@@ -455,15 +450,18 @@ def _references() -> int:
 class ReadyLinks:
     """The links that need attention, for one thread that serves many."""
 
-    def add(self, number: int) -> None:
-        """Add a link."""
+    def add(self, number: int) -> None: ...
     def wait(self, timeout: float | None = None) -> list[int]:
-        """Wait for links and return their numbers, or [] after the timeout and after ``close``.
+        """Wait for links and return their numbers, or [] after the timeout and after ``close``."""
+    def close(self) -> None: ...
 
-        Signals do not interrupt the wait, so the main thread must not call this method.
-        """
-    def close(self) -> None:
-        """End the waits of all threads."""
+def _route_outputs(out: Out[Any], route: Callable[[Any], int | None]) -> None:
+    """Let ``route(item)`` choose the worker for each large item, from 0. None lets the program choose."""
+
+class Reference:
+    """An output that stays on its host while a stage passes it from channel to channel."""
+
+    worker: int
 
 class Link:
     """A connection between two hosts of a run, which serves the ports of remote workers."""
@@ -493,8 +491,10 @@ class Link:
         """Set the address where other hosts can fetch the outputs that this agent keeps."""
     def serve_fetches(self, fd: int) -> None:
         """Send outputs to the host behind this socket until that host closes it."""
+    def request(self, fd: int, location: bytes) -> None:
+        """Request an output over this socket; call ``fetch`` once for each request, in the same order."""
     def fetch(self, fd: int, location: bytes) -> bool:
-        """Fetch an output over this socket. Return False if the other host does not have it."""
+        """Receive the oldest requested output. Return False if the other host does not have it."""
     def report_unreachable(self, location: bytes) -> None:
         """Report to the owner that an output cannot be fetched, so that the owner sends it."""
     def pair(self, writes: int, reads: int) -> None:

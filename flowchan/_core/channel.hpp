@@ -266,6 +266,7 @@ struct Out {
     bool replays = false;
     ItemTracing* tracing = nullptr;  // kept alive by `tracing_owner`
     nb::object tracing_owner;
+    nb::object route;  // chooses the worker that a large output is for (Frame::route); may be null
 
     Out(nb::object channel, int session);
     ~Out();

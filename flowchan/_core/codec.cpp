@@ -154,7 +154,22 @@ bool encode(PyObject* object, ObjectFrame& frame) {
         frame.keep = Py_NewRef(object);
         return true;
     }
+    static PyObject* const reference_type = nb::type<Reference>().ptr();
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == reference_type) {
+        const Reference* reference = nb::inst_ptr<Reference>(object);
+        frame.kind = REFERENCE;
+        frame.size = sizeof reference->id;
+        frame.one = {&reference->id, frame.size, 0};
+        frame.keep = Py_NewRef(object);
+        return true;
+    }
     return encode_pickle(object, frame);
+}
+
+Reference::Reference(uint64_t id) : id(id), worker(references().move(id, nullptr) - 1) {}
+
+Reference::~Reference() {
+    if (!is_put) references().release(id);
 }
 
 PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared_ptr<Block>& block,
@@ -176,13 +191,9 @@ PyObject* decode(uint64_t kind, const char* at, uint64_t size, const std::shared
         return o;
     }
     if (kind == REFERENCE && size == sizeof(uint64_t)) {
-        // A process decodes a reference only when it discards all remaining items of a run. In that case, no
-        // reader will get the output, so release the reference.
         uint64_t id;
         memcpy(&id, at, sizeof id);
-        references().release(id);
-        PyErr_SetString(PyExc_RuntimeError, "the item is on another host");
-        return nullptr;
+        return nb::cast(new Reference(id), nb::rv_policy::take_ownership).release().ptr();
     }
     return kind == BUFFERS || needs_its_slot(kind) ? decode_with_buffers(kind, at, size, block, bundle)
                                                    : damaged();

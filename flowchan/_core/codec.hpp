@@ -55,6 +55,17 @@ void notify_put(const ObjectFrame& frame, PyObject* channel);
 constexpr uint64_t LOAN_HEAD = 4096;
 bool lay_into(ObjectFrame& frame, const Block& loan);
 
+// A reference that is between two channels (references.hpp). If it does not get into the second one, its output
+// is released.
+struct Reference {
+    explicit Reference(uint64_t id);
+    Reference(const Reference&) = delete;
+    ~Reference();
+    uint64_t id;
+    uint32_t worker;  // see Frame::route
+    bool is_put = false;
+};
+
 // Set the codec functions. flowchan.items.codec calls this when it is imported.
 void set_codec(PyObject* dumps, PyObject* loads);
 

@@ -120,7 +120,7 @@ struct alignas(64) Slot {
     uint32_t kind;      // encoding of the payload, see frame.hpp
     uint32_t cls;       // block class, or 0 without a block; never changes
     uint64_t block;     // offset of the block, or 0; never changes
-    char data[INLINE];  // the payload, if it fits here
+    char data[INLINE];  // the payload, if it fits here; otherwise Frame::route
 
     SlotState place() const { return SlotState(state & 0x1f); }
     uint32_t owner() const { return uint32_t(state >> 8 & 0xffff); }

@@ -178,6 +178,8 @@ void Link::leave_connection(int fd, const std::string& why) {
 // the clock of stuck_for().
 void Link::note_break() {
     breaks.fetch_add(1, std::memory_order_relaxed);
+    for (auto& [number, stream] : streams_)
+        for (Source& source : stream->sources) source.demand = Demand::None;
     const auto carries = [](const auto& pair) {
         const LinkStream& stream = *pair.second;
         return std::ranges::any_of(stream.sources, &Source::owes) ||
@@ -214,6 +216,8 @@ void Link::open_stream(uint32_t number, const std::vector<Taking>& takes, const 
         stream->sinks.emplace_back(put.ring, put.writer, put.follows, put.replays).on_demand = on_demand;
         stream->sinks.back().limited = owner_side_ && limited;
     }
+    for (Source& source : stream->sources)
+        if (owner_side_) source.join(this);
     if (lends && !owner_side_ && !stream->sources.empty()) stream->sources[0].lends = true;
     for (Sink& sink : stream->sinks)
         if (Source* source = numbering(*stream, sink)) source->ascending |= sink.writer.ordered;

@@ -141,14 +141,16 @@ class Link {
     // false if it never will, and nothing at the deadline.
     std::optional<bool> await_used(uint32_t number, uint64_t count, int64_t until);
     void drop_stream(uint32_t number);
-    // Outputs that stay on the worker's side until another host fetches them (references.hpp). The owner side
-    // must set the address for fetches before it opens the first stream.
+    // Outputs that stay on the worker's side until another host fetches them (references.hpp). On both sides,
+    // set the address at which hosts fetch them before opening the first stream.
     void set_fetch_address(std::string address) { fetch_address_ = std::move(address); }
     const std::string& fetch_address() const { return fetch_address_; }
     // Worker side: send fetched outputs over `fd` until the connection ends.
     void serve_fetches(int fd);
-    // Worker side: fetch an output over `fd`. Return false if the other host does not have it. Throw
-    // std::system_error if the connection fails.
+    // Worker side: request an output over `fd`, and receive the oldest one that was requested. Several outputs
+    // may be requested before the first one arrives. `fetch` returns false if the other host does not have the
+    // output. Both throw std::system_error if the connection fails.
+    void request(int fd, const std::string& location);
     bool fetch(int fd, const std::string& location);
     // worker side: reports that the output cannot be fetched
     void report_unreachable(const std::string& location);
@@ -175,7 +177,6 @@ class Link {
 
   private:
     static constexpr uint64_t GATHER = 256 << 10;  // maximum number of bytes to send or receive at a time
-    static constexpr uint64_t LARGE = 64 << 10;    // larger items are sent without a copy
 
     // sending (link_send.cpp)
     void send_loop();
@@ -185,10 +186,12 @@ class Link {
     void report_output(LinkStream& stream, Sink& sink, uint16_t port);
     bool add_items(LinkStream& stream, Source& source, uint16_t port);
     bool free_unread(LinkStream& stream, Sink& sink);
-    static bool has_replays(const LinkStream& stream) {
-        return std::ranges::any_of(stream.sources, [](const Source& source) { return source.replays > 0; });
+    static bool has_urgent(const LinkStream& stream) {
+        return std::ranges::any_of(stream.sources, [](const Source& source) { return source.urgent > 0; });
     }
-    bool can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item);
+    std::optional<Received> to_put(LinkStream& stream, Sink& sink, Sink::Staged& item);
+    bool is_here(const std::vector<char>& location) const;
+    const Source::Entry* find_kept(const OutputKey& output, std::shared_ptr<Ring>* ring = nullptr);
     bool serve_as_worker(LinkStream& stream);
     void add_progress(LinkStream& stream);
     void add_item(LinkStream& stream, Source& source, uint16_t port);

@@ -84,6 +84,21 @@ nb::tuple tuple_of(const LinkEvent& event) {
     return nb::make_tuple("closed");
 }
 
+std::string text_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+// Call a function without the GIL, and raise OSError if it throws std::system_error.
+template <class Function>
+auto with_os_errors(Function function) {
+    try {
+        WithoutGil without;
+        return function();
+    } catch (const std::system_error& error) {
+        errno = error.code().value();
+        PyErr_SetFromErrno(PyExc_OSError);
+        throw nb::python_error();
+    }
+}
+
 // Return how long one sleep may last. Only the main thread handles signals, so only it must wake after each
 // slice. Any other thread sleeps until an event comes: a driver has one such thread per agent, and each
 // wake-up would take the GIL.
@@ -122,6 +137,7 @@ nb::object await_used(PyLink& link, uint32_t number, uint64_t count, nb::handle 
     }
 }
 
+// Signals do not interrupt this wait, so the main thread must not call it.
 nb::list wait_for_links(ReadyLinks& ready, nb::handle timeout) {
     Deadline deadline;
     if (!parse_deadline(timeout.ptr(), deadline)) throw nb::python_error();
@@ -175,13 +191,19 @@ void bind_link(nb::module_& m) {
     m.def(
         "_references", [] { return references().count(); },
         "Return how many outputs in this process's channels are still stored on other hosts.");
+    m.def(
+        "_route_outputs", [](Out& out, nb::object route) { out.route = std::move(route); }, "out"_a,
+        "route"_a,
+        "Let ``route(item)`` choose the worker for each large item, from 0. None lets the program choose.");
+    nb::class_<Reference>(m, "Reference",
+                          "An output that stays on its host while a stage passes it from channel to channel.")
+        .def_ro("worker", &Reference::worker);
     nb::class_<ReadyLinks>(m, "ReadyLinks", "The links that need attention, for one thread that serves many.")
         .def(nb::init<>())
-        .def("add", &ReadyLinks::add, "number"_a, "Add a link.")
+        .def("add", &ReadyLinks::add, "number"_a)
         .def("wait", wait_for_links, "timeout"_a = nb::none(),
-             "Wait for links and return their numbers, or [] after the timeout and after ``close``.\n\n"
-             "Signals do not interrupt the wait, so the main thread must not call this method.")
-        .def("close", &ReadyLinks::close, "End the waits of all threads.");
+             "Wait for links and return their numbers, or [] after the timeout and after ``close``.")
+        .def("close", &ReadyLinks::close);
     nb::class_<PyLink>(m, "Link",
                        "A connection between two hosts of a run, which serves the ports of remote workers.")
         .def(nb::init<bool>(), "owner_side"_a)
@@ -211,24 +233,23 @@ void bind_link(nb::module_& m) {
             },
             "fd"_a, "Send outputs to the host behind this socket until that host closes it.")
         .def(
-            "fetch",
+            "request",
             [](PyLink& link, int fd, nb::bytes location) {
-                const std::string text(location.c_str(), location.size());
-                try {
-                    WithoutGil without;
-                    return link.fetch(fd, text);
-                } catch (const std::system_error& error) {
-                    errno = error.code().value();
-                    PyErr_SetFromErrno(PyExc_OSError);
-                    throw nb::python_error();
-                }
+                with_os_errors([&, text = text_of(location)] { return link.request(fd, text); });
             },
             "fd"_a, "location"_a,
-            "Fetch an output over this socket. Return False if the other host does not have it.")
+            "Request an output over this socket; call ``fetch`` once for each request, in the same order.")
+        .def(
+            "fetch",
+            [](PyLink& link, int fd, nb::bytes location) {
+                return with_os_errors([&, text = text_of(location)] { return link.fetch(fd, text); });
+            },
+            "fd"_a, "location"_a,
+            "Receive the oldest requested output. Return False if the other host does not have it.")
         .def(
             "report_unreachable",
             [](PyLink& link, nb::bytes location) {
-                const std::string text(location.c_str(), location.size());
+                const std::string text = text_of(location);
                 WithoutGil without;
                 link.report_unreachable(text);
             },

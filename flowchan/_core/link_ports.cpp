@@ -74,6 +74,7 @@ Source::Source(std::shared_ptr<Ring> ring_, uint32_t session, bool alone)
 }
 
 Source::~Source() {
+    if (link) references().remove_reader(&demand);
     if (!queue_place.entered()) return;
     RingLock holding(*ring);
     queue_place.leave();
@@ -81,7 +82,7 @@ Source::~Source() {
 
 bool Source::take(uint64_t most) {
     const bool broke = ring->seen_state() == BROKEN && ending == Ending::Open;
-    if (!wants(most) && !broke) return false;
+    if (!wants(most, has_references) && !broke) return false;
     const size_t before = entries.size();
     RingLock holding(*ring);
     queue_place.leave();
@@ -89,17 +90,50 @@ bool Source::take(uint64_t most) {
         ending = Ending::Broke;
         cause = ring->cause();
     }
-    while (wants(most) && !is_held_back()) {
-        if (take_run(most - active(), holding.wakes)) continue;
+    while (wants_head(most)) {
+        if (take_run(most - std::min(active(), most), holding.wakes)) continue;
         const bool took = take_one(holding.wakes);
         if (refused) return true;
         if (!took) break;
     }
     replay_waits = false;  // so that `serve_as_owner` checks again
     // The wake-up may have been for items that this reader does not take, so wake another reader.
-    if (entries.size() == before && ring->header().head)
+    if (entries.size() == before && ring->header().head && !leaves_head)
         holding.wakes.readers += ring->header().reader_queue.call(1);
     return entries.size() != before || ending != Ending::Open;
+}
+
+void Source::join(Link* link_) {
+    link = link_;
+    references().add_reader(ring.get(), link, &demand);
+}
+
+void Source::update_demand(uint64_t most) {
+    const bool any = known && wants(most), local = known && wants(most, true);
+    demand.store(any ? Demand::Any : local ? Demand::Local : Demand::None, std::memory_order_release);
+}
+
+bool Source::wants_head(uint64_t most) {
+    leaves_head = false;
+    if (is_held_back()) return false;
+    const bool remote = wants(most);
+    if (!link || !ring->header().head || ring->session(reader.session).reserved_head) return remote;
+    const uint64_t id = ring->reference_next();
+    has_references = has_references || id;
+    if (id && references().is_on(id, link)) return wants(most, true);
+    if (!has_references || (remote && !id)) return remote;
+    if (std::exchange(left_reference, id) != id) left_at = now_ns();
+    const bool late = remote && now_ns() - left_at >= LEAVE_NS;
+    leaves_head = references().call_reader(id, ring.get(), remote, late) || !remote;
+    return !leaves_head;
+}
+
+void Source::update_fetches(bool starved) {
+    if (entries.empty() || entries.back().kind != REFERENCE) return;
+    if (starved && active() + 1 >= fetches)  // the last finished item may not have a successor yet
+        fetches = std::min(2 * fetches, MOST_FETCHES);
+    else if (!starved)
+        fetches = std::max(fetches - 1, FETCHES);
 }
 
 // Take one item under the ring's lock. Return false if there is none now, if the channel has ended, or if the
@@ -121,12 +155,22 @@ bool Source::take_one(Wakes& wakes) {
     Entry entry{taken.at,       taken.size,          taken.number,
                 taken.made_for, uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS)),
                 taken.is_replay};
+    entry.route = Ring::route_of(taken.slot);
     // The windows count the bytes that the other side will fetch.
-    if (entry.kind == REFERENCE) entry.size = references().size_of(entry.reference());
+    if (entry.kind == REFERENCE) {
+        entry.size = references().size_of(entry.reference());
+        has_references = true;
+    }
+    add(entry);
+    return true;
+}
+
+void Source::add(Entry entry) {
+    entry.is_urgent = entry.is_replay || entry.number < highest;
+    if (entry.number != Slot::KEYLESS) highest = std::max(highest, entry.number);
     entries.push_back(entry);
     bytes += entry.size;
-    replays += entry.is_replay;
-    return true;
+    urgent += entry.is_urgent;
 }
 
 void Source::handle_take(Step step) {
@@ -149,9 +193,8 @@ bool Source::take_run(uint64_t most, Wakes& wakes) {
     if (n && active() == 0) progress_at = now_ns();
     for (uint64_t i = 0; i < n; ++i) {
         const Slot* slot = run[i].slot;
-        entries.push_back({ring->payload_of(run[i].slot), slot->size, slot->number, run[i].made_for,
-                           uint8_t(slot->kind), uint8_t(std::min(slot->deaths(), Head::MOST_DEATHS))});
-        bytes += slot->size;
+        add({ring->payload_of(run[i].slot), slot->size, slot->number, run[i].made_for, uint8_t(slot->kind),
+             uint8_t(std::min(slot->deaths(), Head::MOST_DEATHS))});
     }
     return n > 0;
 }
@@ -179,7 +222,7 @@ void Source::settle(uint64_t upto) {
     uint64_t freed = 0;
     for (uint64_t i = std::max(settled, base); i < upto; ++i) {
         freed += entries[i - base].size;
-        replays -= entries[i - base].is_replay;
+        urgent -= entries[i - base].is_urgent;
     }
     if (freed) byte_window.free(freed, bytes);
     bytes -= freed;
@@ -218,9 +261,11 @@ void Source::leave() {
     if (std::exchange(left, true)) return;
     RingLock holding(*ring);
     queue_place.leave();
+    demand = Demand::None;
     ring->end_session(reader.session, false, holding.wakes);
+    references().release_unread(*ring);
     entries = {};
-    replays = 0;
+    urgent = 0;
     sent = base;
 }
 
@@ -234,7 +279,8 @@ bool Source::should_recall(int64_t round_trip) const {
         return std::atomic_ref(const_cast<std::remove_cvref_t<decltype(word)>&>(word))
             .load(std::memory_order_relaxed);
     };
-    return seen(h.head) == 0 && seen(h.reader_queue.waiting) > uint32_t(queue_place.entered());
+    if (seen(h.head) != 0 || seen(h.reader_queue.waiting) <= uint32_t(queue_place.entered())) return false;
+    return !has_references || references().is_wanted_by_another(ring.get(), &demand);
 }
 
 void Source::handle_recalled(uint64_t got) {
@@ -243,13 +289,14 @@ void Source::handle_recalled(uint64_t got) {
     const uint64_t kept = std::clamp(got, base, base + entries.size()) - base, n = entries.size() - kept;
     for (uint64_t i = kept; i < entries.size(); ++i) {
         bytes -= entries[i].size;
-        replays -= entries[i].is_replay;
+        urgent -= entries[i].is_urgent;
     }
     entries.drop_newest(n);
     sent = base + kept;
     part = {};
     acknowledged = std::min(acknowledged, sent);
     window.shrink();
+    fetches = FETCHES;
     RingLock holding(*ring);
     ring->give_back_newest(reader.session, n, holding.wakes);
 }
@@ -277,14 +324,14 @@ uint64_t Source::first_key() {
     return slot->numbered() || slot->number == Slot::KEYLESS ? 0 : slot->number;
 }
 
-bool Source::enter_queue() {
+bool Source::enter_queue(uint64_t most) {
     if (queue_place.entered() && !queue_place.changed()) return true;
     RingLock holding(*ring);
     queue_place.leave();
     const Header& h = ring->header();
     // At the end of a channel, leases that other readers give back would wake all waiters.
     const bool ended = h.state == BROKEN || (ring->at_end_for(&reader) && active() == 0);
-    const bool any = (h.head && !is_held_back()) || (ring->is_limited() && ring->wants_more() != want_sent);
+    const bool any = (h.head && wants_head(most)) || (ring->is_limited() && ring->wants_more() != want_sent);
     if (any || ring->session(reader.session).reserved_head || ended) return false;
     queue_place.enter(false, 0);
     return true;

@@ -122,7 +122,12 @@ class ByteWindow {
 
 class Source {
   public:
-    static constexpr uint64_t MORE = 64, FETCHES = 4;
+    static constexpr uint64_t MORE = 64, FETCHES = 4, MOST_FETCHES = 16;
+    // For how long a reader leaves an item to a reader on the host that has it.
+    static constexpr int64_t LEAVE_NS = 20'000'000;
+    // How many bytes of outputs a worker may keep on its host. If one worker were far ahead of the others, the
+    // next outputs in the channel would all be on its host. All readers would then wait for that connection.
+    static constexpr uint64_t MOST_KEPT = 8 << 20;
     struct Entry {
         const char* at;
         uint64_t size, number, key;
@@ -130,11 +135,13 @@ class Source {
         // For outputs that stay on the worker's host; only the owner side uses these (references.hpp).
         // `is_replay`: the item's outputs replace lost outputs. `outputs`: how many outputs have arrived.
         bool is_replay = false;
+        bool is_urgent = false;  // see `urgent`
         uint32_t outputs = 0;
         // how many of the item's outputs are on the worker's host
         uint32_t references = 0;
         // If the item is itself a reference: how many of its moves were reported to the other side.
         uint64_t moves = 0;
+        uint32_t route = 0;  // worker side: see Frame::route
 
         uint64_t reference() const {
             uint64_t id;
@@ -183,6 +190,17 @@ class Source {
 
     // Take items from the ring until there are `most` entries. Return whether anything changed.
     bool take(uint64_t most);
+    // Owner side: take part in the choice of a reader for each reference.
+    void join(Link* link);
+    void update_demand(uint64_t most);
+    // Return whether to take the item at the head of the ring. If another reader should take it, wake that
+    // reader. Call this while holding the ring's lock.
+    bool wants_head(uint64_t most);
+    // Return when to stop leaving the item at the head to another reader, or INT64_MAX.
+    int64_t leaves_until() const {
+        const bool wants_any = demand.load(std::memory_order_relaxed) == Demand::Any;
+        return leaves_head && wants_any && has_more() ? left_at + LEAVE_NS : INT64_MAX;
+    }
     void free_oldest(uint64_t n);
     // Owner side: record that all items before `upto` are finished and that their outputs have been put.
     // Their leases then end in order, each as soon as none of the item's outputs remains on the worker's
@@ -201,6 +219,7 @@ class Source {
     // received.
     void connect() {
         known = end_sent = recall_sent = want_sent = false;
+        demand = Demand::None;
         sent = base;
         part = {};
         pulls.clear();
@@ -222,29 +241,38 @@ class Source {
         if (on_demand && !starved && !started) return 0;
         const bool gathers = starved && started && started == active();
         // Fetch outputs from several hosts at once, because other readers may keep one of the hosts busy.
-        const uint64_t fetches = active() && entries.back().kind == REFERENCE ? FETCHES : 0;
+        const uint64_t ahead = active() && entries.back().kind == REFERENCE ? fetches : 0;
         // Always take a replay. The worker's other outputs may wait for room while the readers that would
         // make room wait for the outputs of the replay.
         const uint64_t replays = replay_waits ? active() + 1 : 0;
-        return std::max({window.size(), fetches, replays, gathers ? started + MORE : 0});
+        return std::max({window.size(), ahead, replays, gathers ? started + MORE : 0});
     }
     // Return how many bytes may be in transit, or may stay on this host for the other side.
     uint64_t most_bytes() const {
         if (remakes) return UINT64_MAX;
-        return lends ? std::min(ByteWindow::MOST, ring->most_inside() / 2) : byte_window.size();
+        if (lends) {
+            const uint64_t few = FETCHES * (active() ? entries.back().size : 0);
+            return std::min(std::max(MOST_KEPT, few), ring->most_inside() / 2);
+        }
+        const uint64_t wide = std::min(byte_window.size() * (fetches / FETCHES), ByteWindow::MOST);
+        return std::max(byte_window.size(), std::min(wide, ring->most_inside()));
     }
-    bool wants(uint64_t most) const {
-        return ending == Ending::Open && !left && !refused && !recalling && active() < most &&
-               (bytes < most_bytes() || started >= active());
+    // `local`: outputs on the reader's host are not fetched, so twice as many may be sent ahead. The reader
+    // then needs no remote outputs while it waits for its next local one.
+    bool wants(uint64_t most, bool local = false) const {
+        const uint64_t times = local ? 2 : 1;
+        return ending == Ending::Open && !left && !refused && !recalling && active() < times * most &&
+               (bytes / times < most_bytes() || started >= active());
     }
     bool has_more() const {  // only a hint, because it reads without the lock
         return std::atomic_ref(ring->header().head).load(std::memory_order_relaxed) != 0 ||
                std::atomic_ref(ring->session(reader.session).reserved_head).load(std::memory_order_relaxed) !=
                    0;
     }
-    bool enter_queue();  // enters the wait queue; false: there is already work
+    bool enter_queue(uint64_t most);  // enters the wait queue; false: there is already work
     bool take_run(uint64_t most, Wakes& wakes);
     bool take_one(Wakes& wakes);
+    void add(Entry entry);
     void handle_take(Step step);  // acts on the result of a take
 
     const std::shared_ptr<Ring> ring;
@@ -252,14 +280,28 @@ class Source {
     KeptPlace queue_place;
     Entries entries;  // leased items, starting at item `base`; those before `sent` are in transit
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
-    uint64_t settled = 0;       // owner side: see settle()
-    uint64_t replays = 0;       // owner side: number of active replays
-    bool remakes = false;       // worker side: the owner waits for outputs of a replay
+    uint64_t settled = 0;  // owner side: see settle()
+    // Owner side: number of active items whose outputs must arrive even if the worker already keeps too many
+    // bytes. They are replays, and items before one that the worker has taken earlier. Readers may not be able
+    // to finish the kept outputs before these arrive.
+    uint64_t urgent = 0;
+    uint64_t highest = 0;       // owner side: the highest number of an item taken so far
+    bool remakes = false;       // worker side: an item is urgent
     bool replay_waits = false;  // owner side: see look_for_replay()
     bool lends = false;         // worker side: large outputs stay here, and the owner gets references to them
     std::vector<uint64_t> pulls;  // worker side: outputs that the owner wants in full after all
     Window window;                // owner side
-    Allowance allowance;          // worker side
+    // Owner side: how many outputs are fetched ahead; grows while the worker waits for fetches.
+    uint64_t fetches = FETCHES;
+    void update_fetches(bool starved);
+    // Owner side: for the choice of a reader (references.hpp). `has_references`: an item was a reference.
+    Link* link = nullptr;
+    std::atomic<Demand> demand{Demand::None};
+    bool has_references = false;
+    bool leaves_head = false;     // leaves the item at the head to another reader
+    uint64_t left_reference = 0;  // the last reference that it left, and since when
+    int64_t left_at = 0;
+    Allowance allowance;  // worker side
     ByteWindow byte_window;
     void update_byte_window(int64_t round_trip) { byte_window.update(ring->most_inside(), round_trip); }
     // the first bytes of an item; an earlier connection has delivered them to the other side

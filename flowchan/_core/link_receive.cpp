@@ -339,6 +339,7 @@ bool Link::handle_input(LinkStream& stream, const Head& head, const char* payloa
     session.at = head.flags & USERS       ? Session::USERS
                  : head.flags & UNPICKLED ? Session::UNPICKLING
                                           : Session::OURS;
+    source.update_fetches(head.flags & STARVED);
     settle(stream);
     source.update_byte_window(least_trip_);
     source.window.update(source.starved, head.flags & STARVED, head.n > 0, source.active(), source.done,

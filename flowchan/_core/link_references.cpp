@@ -124,7 +124,7 @@ uint64_t Link::add_kept(const LinkStream& stream, const Sink& sink, const Receiv
     const auto port = std::ranges::find(stream.sinks, &sink, [](const Sink& one) { return &one; });
     const_cast<Sink&>(sink).begin_lending();
     return references().add(this, {stream.number, uint16_t(port - stream.sinks.begin()), sink.got}, item.key,
-                            kept.size, kept.kind);
+                            kept.size, kept.kind, kept.route);
 }
 
 // Handle a frame about an output that stays where it was made.
@@ -154,19 +154,47 @@ bool Link::handle_unreachable(Source& source, uint64_t item) {
 // If no reader is left for the outputs, free those on the worker's host.
 bool Link::free_unread(LinkStream& stream, Sink& sink) {
     if (sink.lent.empty() || sink.has_readers()) return false;
+    bool any = false;
     for (Sink::Lent& one : sink.lent) {
-        if (one.reference && one.reference != Sink::WAITING) stream.sources[0].release(one.key);
+        const bool waits = one.reference == Sink::WAITING;
+        if (!one.reference || (!waits && !references().is_inside(one.reference, sink.ring.get()))) continue;
+        if (!waits) stream.sources[0].release(one.key);
         one.reference = 0;
+        any = true;
     }
     sink.forget_reference(0);
-    sink.dirty = true;
-    return true;
+    sink.dirty = sink.dirty || any;
+    return any;
 }
 
-// Return whether the order of items and outputs lets this item be put now.
-bool Link::can_put(LinkStream& stream, Sink& sink, const Sink::Staged& item) {
-    const bool is_to_be_fetched = !owner_side_ && item.kind == REFERENCE;
-    return !is_to_be_fetched && is_settled(stream, sink, item.key);
+// Return the item to put. Return nothing if its output has not been fetched, or if the order of items and
+// outputs does not allow it yet. An output on this host is put from where it is.
+std::optional<Received> Link::to_put(LinkStream& stream, Sink& sink, Sink::Staged& item) {
+    const Received staged{item.key, item.kind, item.deaths, item.payload.size(), item.payload.data()};
+    if (owner_side_ || item.kind != REFERENCE)
+        return is_settled(stream, sink, item.key) ? std::optional(staged) : std::nullopt;
+    if (!is_here(item.payload)) return std::nullopt;
+    Location location;
+    memcpy(&location, item.payload.data(), sizeof location);
+    const Source::Entry* entry = find_kept({location.stream, location.port, location.output});
+    if (!entry) return item.unreachable = true, std::nullopt;
+    return Received{item.key, entry->kind, item.deaths, entry->size, entry->at};
+}
+
+// Return whether the output at this location is on this host.
+bool Link::is_here(const std::vector<char>& location) const {
+    const std::string_view address(location.data() + sizeof(Location), location.size() - sizeof(Location));
+    return !fetch_address_.empty() && address == fetch_address_;
+}
+
+// Return an output that a worker of this host has made, or null.
+const Source::Entry* Link::find_kept(const OutputKey& output, std::shared_ptr<Ring>* ring) {
+    LinkStream* stream = find(output.stream);
+    if (!stream || output.port >= stream->sources.size()) return nullptr;
+    Source& source = stream->sources[output.port];
+    if (output.output < source.base || output.output - source.base >= source.entries.size()) return nullptr;
+    if (ring) *ring = source.ring;
+    return &source.entries[output.output - source.base];
 }
 
 // --- frames to send ---
@@ -284,6 +312,7 @@ bool Link::handle_moved(const LinkStream& stream, Sink& sink, const Head& head, 
 }
 
 void Link::report_to_fetch(const LinkStream& stream, const Sink& sink, const std::vector<char>& location) {
+    if (is_here(location)) return;
     const auto port = std::ranges::find(stream.sinks, &sink, [](const Sink& one) { return &one; });
     report({.kind = LinkEvent::Kind::ToFetch,
             .stream = stream.number,
@@ -301,12 +330,17 @@ Sink::Staged* Link::find_staged(const Location& location) {
     return nullptr;
 }
 
+void Link::request(int fd, const std::string& text) {
+    Location location;
+    if (!parse(text, location)) return;
+    Request request{location.output, location.stream, location.port, 0};
+    if (!send_all(fd, {&request, sizeof request}, {nullptr, 0})) ended();
+}
+
 bool Link::fetch(int fd, const std::string& text) {
     Location location;
     if (!parse(text, location)) return false;
-    Request request{location.output, location.stream, location.port, 0};
     uint64_t size = 0;
-    if (!send_all(fd, {&request, sizeof request}, {nullptr, 0})) ended();
     if (receive_all(fd, &size, sizeof size) < sizeof size) ended();
     if (size == GONE) return false;
     if (size != location.size) throw std::system_error(EPROTO, std::generic_category());
@@ -348,15 +382,9 @@ void Link::serve_fetches(int fd) {
         uint64_t size = GONE;
         {
             std::lock_guard lock(mutex_);
-            LinkStream* stream = find(request.stream);
-            if (stream && request.port < stream->sources.size()) {
-                Source& source = stream->sources[request.port];
-                if (request.output >= source.base && request.output - source.base < source.entries.size()) {
-                    const Source::Entry& entry = source.entries[request.output - source.base];
-                    ring = source.ring;
-                    at = entry.at;
-                    size = entry.size;
-                }
+            if (const auto* entry = find_kept({request.stream, request.port, request.output}, &ring)) {
+                at = entry->at;
+                size = entry->size;
             }
         }
         const uint64_t length = size == GONE ? 0 : size;

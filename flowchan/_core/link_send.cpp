@@ -88,7 +88,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
         Sink& sink = stream.sinks[port];
         sink.check_ended();
         moved = free_unread(stream, sink) || moved;
-        if (std::exchange(sink.dirty, false) || sink.remakes_sent != has_replays(stream))
+        if (std::exchange(sink.dirty, false) || sink.remakes_sent != has_urgent(stream))
             report_output(stream, sink, port);
     }
     for (uint16_t port = 0; port < stream.sources.size(); ++port) {
@@ -97,6 +97,7 @@ bool Link::serve_as_owner(LinkStream& stream) {
         if (source.has_more() && references().is_any_lost()) source.look_for_replay();
         if (source.has_more() || source.ring->seen_state() != OPEN)
             moved = source.take(allowed(source)) || moved;
+        source.update_demand(allowed(source));
         report_if_refused(stream, source, port);
         if (source.should_recall(round_trip())) source.recalling = true;
         if (source.recalling && !std::exchange(source.recall_sent, true))
@@ -112,7 +113,7 @@ void Link::report_output(LinkStream& stream, Sink& sink, uint16_t port) {
     Head head{
         .stream = stream.number, .port = port, .type = FrameType::OUTPUT, .a = sink.got, .b = sink.freed()};
     std::string cause;
-    sink.remakes_sent = has_replays(stream);
+    sink.remakes_sent = has_urgent(stream);
     if (sink.remakes_sent) head.flags = REMAKES;
     if (sink.limited && !sink.over) {
         RingLock holding(*sink.ring);
@@ -251,8 +252,9 @@ void Link::report_part(const LinkStream& stream, Sink& sink, uint16_t port) {
 void Link::add_item(LinkStream& stream, Source& source, uint16_t port) {
     const Source::Entry& entry = source.unsent();
     const bool in_part = source.part.size && source.part.item == source.sent;
-    if (source.lends && entry.size >= LARGE && entry.key != Slot::KEYLESS && !in_part) {
-        const Kept kept{entry.size, entry.kind};
+    const bool may_stay = source.lends && entry.key != Slot::KEYLESS && entry.route != Frame::ROUTE_UNKNOWN;
+    if (may_stay && entry.size >= LARGE && !in_part) {
+        const Kept kept{entry.size, entry.kind, entry.route};
         Head head{.size = sizeof kept, .n = entry.key, .stream = stream.number, .port = port};
         head.type = FrameType::OUT;
         head.flags = uint8_t(REFERENCE);
@@ -398,8 +400,9 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
         if (!ring->is_used_here_only()) until = std::min(until, slice);
     };
     for (Source& source : stream.sources) {
-        if (connected && source.known && source.wants(allowed(source))) {
-            if (!source.enter_queue()) return false;
+        if (connected && source.known && source.wants(allowed(source), source.has_references)) {
+            if (!source.enter_queue(allowed(source))) return false;
+            until = std::min(until, source.leaves_until());
             watch(source.queue_place, source.ring);
         } else if (source.queue_place.entered()) {
             RingLock holding(*source.ring);

@@ -11,16 +11,15 @@ bool Link::move_staged(LinkStream& stream) {
         if (sink.over) continue;
         if (sink.waits_for_room() && sink.has_room(prefetched(stream))) sink.dirty = moved = true;
         while (!sink.staged.empty()) {
-            const Sink::Staged& first = sink.staged.front();
+            Sink::Staged& first = sink.staged.front();
             if (sink.queue_place.changed()) {
                 RingLock holding(*sink.ring);
                 sink.queue_place.leave();
             }
-            if (!can_put(stream, sink, first)) break;
+            const std::optional<Received> item = to_put(stream, sink, first);
+            if (!item) break;
             RingLock holding(*sink.ring);
-            const Received item{first.key, first.kind, first.deaths, first.payload.size(),
-                                first.payload.data()};
-            const Step step = put(stream, sink, item, first.output, holding.wakes);
+            const Step step = put(stream, sink, *item, first.output, holding.wakes);
             if (step != Step::Done) break;  // `check_ended` notices rings that have ended
             sink.queue_place.leave();
             sink.unstage();

@@ -371,12 +371,14 @@ int out_traverse(PyObject* self, visitproc visit, void* arg) {
     if (!nb::inst_ready(self)) return 0;
     Py_VISIT(out_of(self).channel.ptr());
     Py_VISIT(out_of(self).reader.ptr());
+    Py_VISIT(out_of(self).route.ptr());
     return 0;
 }
 int out_clear(PyObject* self) {
     if (!nb::inst_ready(self)) return 0;
     if (In* in = out_of(self).follows()) std::erase(in->feeds, &out_of(self));
     out_of(self).reader.reset();
+    out_of(self).route.reset();
     return 0;
 }
 

@@ -1,6 +1,7 @@
 // In and Out: the counted ports of a stage. They also decide which input item an output belongs to.
 #include "channel.hpp"
 #include "raising.hpp"
+#include "references.hpp"
 
 #include <optional>
 
@@ -244,7 +245,11 @@ void In::leave(Ring& ring, bool finished) {
     Wakes wakes;
     std::optional<Locked<Ring>> locked;
     lock_when_idle(ring, [&] { return copying && !turn.is_own(); }, locked);
-    if (owns(ring, state.session, generation)) ring.end_session(state.session, finished, wakes);
+    if (owns(ring, state.session, generation)) {
+        if (finished) references().release_leased(ring, state.session);
+        ring.end_session(state.session, finished, wakes);
+        references().release_unread(ring);
+    }
     locked->unlock(wakes);
     state.leases = 0;
 }

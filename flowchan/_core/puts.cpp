@@ -3,7 +3,9 @@
 #include "channel.hpp"
 #include "direct_values.hpp"
 #include "raising.hpp"
+#include "references.hpp"
 #include "sizes.hpp"
+#include "wire.hpp"
 
 #include <optional>
 #include <utility>
@@ -175,6 +177,16 @@ Step put_frame(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline d
         deadline);
 }
 
+// Move a reference into the ring before the put, because a reader may take it right afterwards.
+Step put_reference(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
+    Reference& reference = *nb::inst_ptr<Reference>(frame.keep);
+    references().move(reference.id, &ring);
+    const Step step = put_frame(ring, ch, out, frame, deadline);
+    reference.is_put = step == Step::Done;
+    if (!reference.is_put) references().move(reference.id, nullptr);
+    return step;
+}
+
 PyObject* py_not_put = nullptr;
 
 // Report that an encoded item was not put, so that it stops keeping the channels inside it alive.
@@ -183,6 +195,15 @@ void report_not_put(PyObject* packed) {
     PyObject* none = PyObject_CallOneArg(py_not_put, packed);
     if (!none) PyErr_WriteUnraisable(py_not_put);
     Py_XDECREF(none);
+}
+
+// Let the port choose the worker that this output is for. Return false with a Python error set.
+bool set_route(Out& out, PyObject* item, Frame& frame) {
+    PyObject* worker = PyObject_CallOneArg(out.route.ptr(), item);
+    if (!worker) return false;
+    frame.route = worker == Py_None ? Frame::ROUTE_UNKNOWN : uint32_t(PyLong_AsUnsignedLong(worker)) + 1;
+    Py_DECREF(worker);
+    return !PyErr_Occurred();
 }
 
 Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, uint64_t& size) {
@@ -197,7 +218,10 @@ Step put(Ring& ring, Channel& ch, Out* out, PyObject* item, Deadline deadline, u
     }
     In* in = out ? out->follows() : nullptr;
     if (in && !in->state.once) runs(in, Session::OURS);
-    Step step = put_frame(ring, ch, out, frame, deadline);
+    if (out && out->route.is_valid() && frame.size >= LARGE && !set_route(*out, item, frame))
+        return Step::Interrupted;
+    const Step step = frame.kind == REFERENCE ? put_reference(ring, ch, out, frame, deadline)
+                                              : put_frame(ring, ch, out, frame, deadline);
     runs(in, Session::USERS);
     if (step != Step::Done && ch.hosts && frame.keep) report_not_put(frame.keep);
     if (step == Step::Refused) return raise_refused(ch, frame.refused), Step::Interrupted;

@@ -23,9 +23,10 @@ void References::leave(Link* link) {
     links_.erase(link);
 }
 
-uint64_t References::add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind) {
+uint64_t References::add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind,
+                         uint32_t route) {
     std::lock_guard lock(mutex_);
-    records_.emplace(++last_, Record{link, output, key, size, kind});
+    records_.emplace(++last_, Record{link, output, key, size, kind, route});
     return last_;
 }
 
@@ -34,6 +35,7 @@ void References::place(uint64_t id, const Ring* ring, uint64_t number, uint64_t 
     const auto found = records_.find(id);
     if (found == records_.end()) return;
     found->second.place = {ring, number, index};
+    found->second.inside = ring;
     found->second.placed = true;
     places_[found->second.place] = id;
 }
@@ -99,10 +101,48 @@ std::unordered_map<uint64_t, References::Record>::iterator References::erase(
 void References::release(uint64_t id) {
     std::lock_guard lock(mutex_);
     const auto found = records_.find(id);
-    if (found == records_.end()) return;
+    if (found != records_.end()) release_found(found);
+}
+
+void References::release_leased(Ring& ring, uint32_t session) {
+    std::lock_guard lock(mutex_);
+    if (records_.empty()) return;
+    for (Slot* slot : ring.leased_slots(session)) {
+        uint64_t id;
+        if (slot->kind != REFERENCE || slot->size != sizeof id) continue;
+        memcpy(&id, ring.payload_of(slot), sizeof id);
+        const auto found = records_.find(id);
+        if (found != records_.end() && found->second.inside == &ring) release_found(found);
+    }
+}
+
+void References::release_unread(Ring& ring) {
+    if (ring.seen_state() != BROKEN && ring.header().readers > 0) return;
+    std::lock_guard lock(mutex_);
+    for (auto next = records_.begin(); next != records_.end();) {
+        const auto found = next++;
+        if (found->second.inside == &ring) release_found(found);
+    }
+}
+
+bool References::is_inside(uint64_t id, const Ring* ring) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    return found != records_.end() && found->second.inside == ring;
+}
+
+uint32_t References::move(uint64_t id, const Ring* ring) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    if (found == records_.end()) return 0;
+    found->second.inside = ring;
+    return found->second.route;
+}
+
+void References::release_found(std::unordered_map<uint64_t, Record>::iterator found) {
     const Record& one = found->second;
     if (const auto to = links_.find(one.link); one.link && to != links_.end()) {
-        to->second.released.push_back({one.output.stream, one.output.port, id, one.key});
+        to->second.released.push_back({one.output.stream, one.output.port, found->first, one.key});
         one.link->has_messages = true;
         one.link->ring_doorbell();
     }
@@ -112,13 +152,14 @@ void References::release(uint64_t id) {
 void References::forget(const Ring* ring) {
     std::lock_guard lock(mutex_);
     for (auto next = records_.begin(); next != records_.end();)
-        next = next->second.placed && std::get<0>(next->second.place) == ring ? erase(next) : ++next;
+        next = next->second.inside == ring ? erase(next) : ++next;
 }
 
 void References::clear_in_child() {
     records_.clear();
     places_.clear();
     links_.clear();
+    readers_.clear();
     lost_ = 0;
 }
 
@@ -166,6 +207,50 @@ uint64_t References::size_of(uint64_t id) {
     std::lock_guard lock(mutex_);
     const auto found = records_.find(id);
     return found == records_.end() ? 0 : found->second.size;
+}
+
+void References::add_reader(const Ring* ring, Link* link, std::atomic<Demand>* demand) {
+    std::lock_guard lock(mutex_);
+    readers_.emplace(ring, Reader{link, demand});
+}
+
+void References::remove_reader(std::atomic<Demand>* demand) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(readers_, [demand](const auto& pair) { return pair.second.demand == demand; });
+}
+
+bool References::is_on(uint64_t id, const Link* link) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    return found != records_.end() && found->second.link == link && !found->second.here;
+}
+
+bool References::call_reader(uint64_t id, const Ring* ring, bool local_only, bool late) {
+    std::lock_guard lock(mutex_);
+    const auto found = records_.find(id);
+    const Link* const host = found == records_.end() || found->second.here ? nullptr : found->second.link;
+    Link* other = nullptr;
+    const auto [first, last] = readers_.equal_range(ring);
+    for (auto at = first; at != last; ++at) {
+        const auto [link, demand] = at->second;
+        const Demand now = demand->load(std::memory_order_acquire);
+        if (link == host && now != Demand::None) {
+            if (!late) return link->ring_doorbell(), true;
+            demand->store(Demand::None, std::memory_order_relaxed);
+        } else if (now == Demand::Any && !local_only) {
+            other = link;
+        }
+    }
+    if (other) other->ring_doorbell();
+    return false;
+}
+
+bool References::is_wanted_by_another(const Ring* ring, const std::atomic<Demand>* demand) {
+    std::lock_guard lock(mutex_);
+    const auto [first, last] = readers_.equal_range(ring);
+    return std::any_of(first, last, [demand](const auto& pair) {
+        return pair.second.demand != demand && *pair.second.demand == Demand::Any;
+    });
 }
 
 void References::pull(uint64_t id) {

@@ -12,7 +12,15 @@
 // input item and index. If that output was released in the meantime, the new one is dropped. Either way, the
 // reference keeps its lease and its position in the channel.
 //
+// Routing. A stage with keys has one channel for each worker. The stage `route` before it runs in the owner's
+// process, and must not fetch the outputs to compute their keys. So the host that makes an output chooses the
+// worker (Frame::route), and the stage moves the reference from one channel to another.
+//
 // If one host cannot connect to another, the owner pulls the output to itself and sends it on.
+//
+// Locality. A reader on the host that has an output need not fetch it. So a reader leaves a reference to a
+// reader on that host if that reader has room. The channel stays a FIFO: the question is only who takes the
+// item at its head. References that were given back go to any reader.
 //
 // Threads. One table serves all links of the process. Its lock must be taken last, after the locks of links
 // and rings.
@@ -52,6 +60,9 @@ struct OutputKey {
     uint64_t output;
 };
 
+// Which references a reader takes now: none, those to outputs on its host, or any.
+enum class Demand : uint8_t { None, Local, Any };
+
 class References {
   public:
     struct Released {
@@ -73,7 +84,9 @@ class References {
     void leave(Link* link);  // the link is gone, and its outputs are lost
 
     // Add a reference to an output for input item `key` of a worker's stream.
-    uint64_t add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind);
+    // `route`: see Frame::route.
+    uint64_t add(Link* link, const OutputKey& output, uint64_t key, uint64_t size, uint64_t kind,
+                 uint32_t route = 0);
     // Record that the reference is in `ring`, as output `index` for item `number`.
     void place(uint64_t id, const Ring* ring, uint64_t number, uint64_t index);
     // Replace the lost output at this position with the output of reference `with`. Return the reference that
@@ -87,11 +100,29 @@ class References {
     void wake_links();  // call after giving back replays
     // Release a reference, because its reader has finished the item, or because no reader will ever take it.
     void release(uint64_t id);
-    void forget(const Ring* ring);           // the channel has ended with references inside
+    void forget(const Ring* ring);  // the channel has ended with references inside
+    // Release the references that a reader has taken and finished. Call this before its session ends, while
+    // holding the ring's lock. The reader's link may not have heard that the items are finished.
+    void release_leased(Ring& ring, uint32_t session);
+    void release_unread(Ring& ring);  // if no reader is left, release the references in this channel
+    bool is_inside(uint64_t id, const Ring* ring);
+    // Record that the reference moves to another channel. Its position does not change, so that `repair` still
+    // finds it. `ring` is null while it is in no channel. Return its route.
+    uint32_t move(uint64_t id, const Ring* ring);
     void lose(Link* link, uint32_t stream);  // the outputs of this stream are lost
     // Return nothing if the reference was released, or if `moves` is still its number of moves.
     std::optional<Seen> look(uint64_t id, uint64_t moves = UINT64_MAX);
     uint64_t size_of(uint64_t id);
+    // Readers of a channel, each with its current demand. A reader must be removed before it ends.
+    void add_reader(const Ring* ring, Link* link, std::atomic<Demand>* demand);
+    void remove_reader(std::atomic<Demand>* demand);
+    bool is_on(uint64_t id, const Link* link);  // whether the output is on the host of this link
+    // Wake a reader on the host that has the output, so that it takes this reference, and return true. If there
+    // is none, wake a reader that takes any reference, unless `local_only` is set, and return false. `late`: the
+    // readers on that host have had enough time, so they do not count until they report their demand again.
+    bool call_reader(uint64_t id, const Ring* ring, bool local_only, bool late);
+    // Return whether another reader of the ring than this one takes any reference.
+    bool is_wanted_by_another(const Ring* ring, const std::atomic<Demand>* demand);
     void pull(uint64_t id);  // requests the output itself
     void pulled(Link* link, const OutputKey& output, uint64_t kind, std::string bytes);
     void ask_again(Link* link);  // repeats all pulls on a new connection
@@ -108,11 +139,15 @@ class References {
     struct Record {
         Link* link;  // null: the output is lost, or it is in `bytes`
         OutputKey output;
-        uint64_t key, size, kind, moves = 0;
+        uint64_t key, size, kind;
+        uint32_t route;
+        uint64_t moves = 0;
         Place place{};
+        const Ring* inside = nullptr;  // the channel that it is in now
         bool placed = false, here = false, pulling = false;
         std::string bytes;
     };
+    void release_found(std::unordered_map<uint64_t, Record>::iterator found);
     void lose_if(Link* link, const uint32_t* stream);
     void changed();  // a reference has a new location, so this wakes all links
     std::unordered_map<uint64_t, Record>::iterator erase(
@@ -124,6 +159,11 @@ class References {
     std::unordered_map<uint64_t, Record> records_;
     std::map<Place, uint64_t> places_;
     std::unordered_map<Link*, Inbox> links_;
+    struct Reader {
+        Link* link;
+        std::atomic<Demand>* demand;
+    };
+    std::unordered_multimap<const Ring*, Reader> readers_;
     std::atomic<uint64_t> generation_{1};
 };
 

@@ -203,6 +203,8 @@ class Ring : public std::enable_shared_from_this<Ring> {
         const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
         return slot && slot->numbered() && slot->number < number;
     }
+    // Return the id of the reference at the head, or 0 if the head is an item or was given back.
+    uint64_t reference_next() const;
     bool is_replay_next() const {
         return h_->head && slot_exists(h_->head) && at<Slot>(h_->head)->is_replay();
     }
@@ -316,6 +318,11 @@ class Ring : public std::enable_shared_from_this<Ring> {
     // outputs the writer had put for each of them, so that no output is put twice.
     void retire_writer(uint32_t session, const std::vector<uint64_t>& items, Wakes& wakes);
     const char* payload_of(Slot* slot) const { return payload(slot); }
+    static uint32_t route_of(const Slot* slot) {
+        uint32_t route = 0;
+        if (slot->block) memcpy(&route, slot->data, sizeof route);
+        return route;
+    }
     Session& session(uint32_t index) const { return h_->records()[index < SESSIONS ? index : 0]; }
     // Return whether part of the channel could not be mapped into this process.
     bool is_map_incomplete() const { return map_incomplete_; }

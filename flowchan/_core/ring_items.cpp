@@ -99,6 +99,7 @@ Step Ring::try_put(const Frame& frame, WriterState* writer, Wakes& wakes) {
     frame.write(payload(slot));
     slot->size = frame.size;
     slot->kind = frame.kind;
+    if (slot->block) memcpy(slot->data, &frame.route, sizeof frame.route);
     bool parked = is_parked(writer);
     change.set(slot->state,
                uint64_t(parked ? SlotState::Parked : SlotState::Inside) | frame.deaths * Slot::DEATH);
@@ -118,6 +119,7 @@ Step Ring::claim(const Frame& frame, WriterState* writer, uint32_t session, Slot
     if (!slot) return no_slot();
     slot->size = frame.size;
     slot->kind = frame.kind;
+    if (slot->block) memcpy(slot->data, &frame.route, sizeof frame.route);
     change.set(slot->state, Slot::placed(0, SlotState::Filling, session));
     change.set(h_->bytes_in, h_->bytes_in + frame.size);
     change.set(h_->claimed, h_->claimed + 1);
@@ -298,6 +300,14 @@ void Ring::put_back(Taken& taken, ReaderState* reader, Wakes& wakes) {
     change.commit();
     taken.held = nullptr;
     wakes.readers += h_->reader_queue.call(1);
+}
+
+uint64_t Ring::reference_next() const {
+    const Slot* slot = h_->head && slot_exists(h_->head) ? at<Slot>(h_->head) : nullptr;
+    if (!slot || slot->kind != REFERENCE || slot->numbered() || !payload_exists(slot)) return 0;
+    uint64_t id;
+    memcpy(&id, payload(const_cast<Slot*>(slot)), sizeof id);
+    return id;
 }
 
 void Ring::end_decoding(uint64_t number, Wakes& wakes) {

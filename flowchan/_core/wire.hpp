@@ -55,11 +55,14 @@ inline bool is_for_sender(FrameType type) {
 
 inline bool is_about_reference(FrameType type) { return type >= FrameType::MOVED; }
 
-// An output that stays on the worker's host.
+// An output that stays on the worker's host. `route`: see Frame::route.
 struct Kept {
-    uint64_t size, kind;
+    uint64_t size;
+    uint32_t kind, route;
 };
 
+// Items of this size or more are sent without a copy, or stay where they were made.
+constexpr uint64_t LARGE = 64 << 10;
 constexpr uint64_t REFERENCE_KIND = 7;       // the value of REFERENCE in frame.hpp
 constexpr uint64_t MOST_LOCATION = 1 << 10;  // largest size of a location in bytes
 
@@ -70,7 +73,7 @@ enum Flag : uint8_t {
     NO_MORE = 8,     // INPUT, OUTPUT: no reader will take more items
     BREAK = 16,      // INPUT, OUTPUT, END: the channel broke; the payload is the cause
     IS_OUTPUT = 32,  // END: this is an output port
-    REMAKES = 128,   // OUTPUT: the worker has a replay, so its outputs may exceed all windows
+    REMAKES = 128,   // OUTPUT: the worker has an urgent item, so its outputs may exceed all windows
     RECALLED = 64,   // INPUT: reply to RECALL; `got` counts only items that the worker has taken
 };
 

@@ -275,6 +275,15 @@ class Builder:
         self._edges = None
         return stage
 
+    def _route(self, origin: Origin, key: Callable[[Any], Any], workers: int) -> None:
+        """Let the stage on hosts that writes this output choose the worker that processes each output."""
+        if origin in self._by_port and self._stage_at(origin).placement.is_remote:
+            index = self._by_port[origin]
+            stage = self._stages[index]
+            options = MappingProxyType({**stage.options, "reader_key": key, "readers": workers})
+            self._stages[index] = dataclasses.replace(stage, options=options)
+            self._edges = None
+
     def _serve(self, inbox: Channel[Any], ended: Channel[None], end: Callable[[], None]) -> None:
         """Make the last stage part of a service, which ends after all other stages.
 

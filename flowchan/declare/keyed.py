@@ -4,6 +4,9 @@ A keyed stage with several workers is declared as two stages. The first stage, `
 the program. ``route`` calls the key function, and puts each item into one worker's channel. The second stage
 reads these channels, one per worker. Items keep the numbers that ``route`` gave them, so the outputs of the
 workers can be merged in stream order.
+
+An item may stay on a host until another host fetches it. The worker that made the item then calls the key
+function, and ``route`` passes on a reference to the item.
 """
 
 from __future__ import annotations
@@ -59,10 +62,10 @@ def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any]) -
             f"{kind}: key requires a fixed number of workers, because each key belongs to one worker, got "
             f"workers={settings.workers!r}; set a number of workers"
         )
-    if placement.is_remote:
+    if placement.is_remote and state is not None:
         raise ValueError(
-            f"{kind}: key requires on='thread' or on='process', because hosts give an item "
-            "different numbers; use partition with one stage on hosts for each branch"
+            f"{kind}: state requires on='thread' or on='process', because a lost host would lose the states; "
+            "omit state"
         )
     if state is not None:
         callable_argument(kind, "state", state)
@@ -106,20 +109,22 @@ def keyed_stage(
     """
     rest = dict(options.rest)
     routes = options.key is not None and options.concurrency_per_key < rest.get("workers", 1)
-    if routes:
+    key = options.key if routes else None
+    if key is not None:
         if rest.get("name") is None:
             rest["name"] = graph._free_name(name_from(function, kind))
         route = graph._declare(
             "route",
             name=graph._free_name(f"{rest['name']} by key"),
-            function=options.key,
+            function=key,
             options={"spread": options.concurrency_per_key},
             inputs=(origin,),
             outputs=[("out", item)],
         )
+        graph._route(origin, key, rest["workers"])
         origin = Origin(route.name, "out")
     stage = graph._declare(
         kind, function=function, options={**own, **options.own}, inputs=(origin,), outputs=outputs,
         errors=bool(outputs), **rest,
     )  # fmt: skip
-    return graph._address(frozenset({"items"})) if routes else stage
+    return stage if key is None else graph._address(frozenset({"items"}))

@@ -73,6 +73,12 @@ class View:
         return memoryview(memory).cast("B").toreadonly()
 
 
+class Reference:
+    """Does not occur, because channels between threads pass the items themselves."""
+
+    worker = 0
+
+
 def _set_codec(*functions: Any) -> None:
     """Do nothing, because channels between threads do not pickle items."""
 

@@ -2,66 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from traceback import format_exception
 
 import pytest
+from kept_items import SIZE, CheckAndKill, MakeAndKill, check, driver_bytes, make
 
-from flowchan import Graph, Run, RunError, _core
+from flowchan import Graph, RunError, _core
 from flowchan.hosts import local
 from flowchan.hosts.kept_outputs import keeps_outputs
 from flowchan.run.policy.plan import plan
-
-SIZE = 300_000
-
-
-def make(number: int) -> bytes:
-    return bytes([number % 251]) * (SIZE + number)
-
-
-def check(item: bytes) -> int:
-    """Return the item's number. Fail if the item is damaged."""
-    number = len(item) - SIZE
-    assert item == make(number)
-    return number
-
-
-def kill_agent_once(folder: Path, number: int) -> None:
-    """Kill the agent of the calling worker, unless an earlier call has done so for this number."""
-    try:
-        (folder / str(number)).touch(exist_ok=False)
-    except FileExistsError:
-        return
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)  # this process is killed when its agent ends
-
-
-class CheckAndKill:
-    """Checks items. At some of them, kills the agent that made the latest item, or the caller's agent."""
-
-    def __init__(self, folder: Path, at: frozenset[int]) -> None:
-        self.folder, self.at = folder, at
-
-    def __call__(self, item: bytes) -> int:
-        number = check(item)
-        if number in self.at:
-            kill_agent_once(self.folder, number)
-        return number
-
-
-class MakeAndKill(CheckAndKill):
-    def __call__(self, number: int) -> bytes:  # type: ignore[override]
-        if number in self.at:
-            kill_agent_once(self.folder, number)
-        return make(number)
-
-
-def driver_bytes(run: Run) -> int:
-    return sum(host.sent + host.received for host in run.stats().hosts)
 
 
 def test_large_items_between_hosts_do_not_pass_through_driver():

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import random
-import socket
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
-from linked import Linked, RemoteWorker, feeding
+from fetching import SIZE, Hosts, make
+from linked import RemoteWorker, feeding
 from support.waiting import wait_until
 
 from flowchan import Channel, _core
-
-SIZE = 100_000
-
-
-def make(number: int) -> bytes:
-    return bytes([number % 251]) * (SIZE + number)
 
 
 def made(number: int) -> Iterable[tuple[int, bytes]]:
@@ -30,78 +23,6 @@ def number_of(item: bytes) -> Iterable[tuple[int, int]]:
     number = len(item) - SIZE
     assert item == make(number)
     return [(0, number)]
-
-
-class Fetcher:
-    """Fetch outputs for a link from the worker sides of other links, as an agent does.
-
-    Args:
-        link: The worker side that needs the outputs.
-        sources: The worker sides that store the outputs. The position of a link in this list is its fetch
-            address.
-        reachable: Decides for each location whether it can be reached.
-    """
-
-    def __init__(self, link: Any, sources: list[Any], reachable: Any) -> None:
-        self.link, self.reachable = link, reachable
-        self.fetched = self.refused = 0
-        self.ends, self.threads = [], []
-        for source in sources:
-            ours, theirs = socket.socketpair()
-            self.ends.append(ours)
-            self.threads.append(threading.Thread(target=self._serve, args=(source, theirs)))
-        self.threads.append(threading.Thread(target=self._fetch))
-        for thread in self.threads:
-            thread.start()
-
-    @staticmethod
-    def _serve(source: Any, sock: socket.socket) -> None:
-        with sock:
-            source.serve_fetches(sock.fileno())
-
-    def _fetch(self) -> None:
-        while True:
-            kind, *values = self.link.wait() or ("",)
-            if kind == "closed":
-                return
-            if kind != "to fetch":
-                continue
-            location = values[2]
-            end = self.ends[int(location[32:])]
-            if self.reachable() and self.link.fetch(end.fileno(), location):
-                self.fetched += 1
-            else:
-                self.refused += 1
-                self.link.report_unreachable(location)
-
-    def close(self) -> None:
-        """Wait for the threads; the link must be closed."""
-        for end in self.ends:
-            end.shutdown(socket.SHUT_RDWR)
-        for thread in self.threads:
-            thread.join()
-        for end in self.ends:
-            end.close()
-
-
-class Hosts:
-    """Two links. The workers of the first make outputs, and those of the second read them."""
-
-    def __init__(self, reachable: Any = lambda: True) -> None:
-        self.makers, self.readers = Linked(), Linked()
-        for number, linked in enumerate((self.makers, self.readers)):
-            linked.owner_side.set_fetch_address(str(number))
-            linked.connect()
-        sides = [self.makers.worker_side, self.readers.worker_side]
-        self.fetcher = Fetcher(self.readers.worker_side, sides, reachable)
-
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.makers.__exit__()
-        self.readers.__exit__()
-        self.fetcher.close()
 
 
 def ring() -> Channel[Any]:
@@ -137,7 +58,6 @@ def test_large_outputs_are_fetched_by_the_link_of_their_reader(ordered: bool) ->
         results = list(out)
     assert (results if ordered else sorted(results)) == list(range(100))
     assert hosts.fetcher.fetched >= 100  # a recalled item is fetched again
-    assert hosts.fetcher.refused == 0
     assert hosts.makers.owner_side.state()["bytes_in"] < 100 * SIZE / 10
     assert _core._references() == 0
 

@@ -332,7 +332,11 @@ def test_keyed_stage_keeps_its_number_of_workers() -> None:
         ({"key": int, "state": int, "concurrency_per_key": 2}, ValueError, "must be 1 with state, got 2"),
         ({"key": int, "concurrency_per_key": 0}, ValueError, "concurrency_per_key must be"),
         ({"key": int, "state": 3}, TypeError, "state must be a function"),
-        ({"key": int, "on": hosts.local(2)}, ValueError, "key requires on='thread' or on='process'"),
+        (
+            {"key": int, "state": int, "on": hosts.local(2)},
+            ValueError,
+            "state requires on='thread' or on='pro",
+        ),
         ({"key": int, "workers": 0}, ValueError, "workers must be"),
         ({"kye": int}, TypeError, "did you mean 'key'"),
     ],

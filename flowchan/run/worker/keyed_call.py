@@ -6,8 +6,13 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from flowchan import _core
+from flowchan.channel.ports import Out
 from flowchan.declare.callables import is_async
+from flowchan.declare.keyed import Key
 from flowchan.declare.values import Stage
+from flowchan.items.buckets import bucket_of, is_portable
+from flowchan.items.sampled_item import SampledItem
 from flowchan.items.text import shown
 from flowchan.run.worker.state_log import KeyedStates
 
@@ -36,6 +41,30 @@ def hashable(key: Any, where: str) -> Hashable:
         ) from None
     found: Hashable = key
     return found
+
+
+def route_outputs(out: Out[Any], stage: Stage, bare: Callable[[Any], Any]) -> None:
+    """Let a port choose which worker of the next stage processes each large output.
+
+    If the bucket of a key differs from process to process, the ``route`` stage must choose. The output then
+    does not stay on its host.
+
+    Args:
+        out: The port.
+        stage: Stage of the port.
+        bare: Returns an output without its marks.
+    """
+    key: Key = stage.options["reader_key"]
+    workers: int = stage.options["readers"]
+
+    def worker_for(item: Any) -> int | None:
+        try:
+            found = key(bare(item.item if type(item) is SampledItem else item))
+            return bucket_of(found) % workers if is_portable(found) else None
+        except Exception:  # that worker calls the key function again and reports the error
+            return 0
+
+    _core._route_outputs(out, worker_for)
 
 
 def with_key(function: Callable[..., Any], stage: Stage, states: KeyedStates | None) -> Callable[..., Any]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import enum
 import itertools
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from flowchan import _core
 from flowchan.channel.addressed import Addressed
 from flowchan.channel.channel import In, Out
 from flowchan.errors import Closed, Drained, Empty
+from flowchan.items.buckets import bucket_of
 from flowchan.items.combining import Reduced, reduced
 from flowchan.items.text import shown
 from flowchan.run.policy.failures import OwnEnd, Portable
@@ -305,8 +305,12 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
 
     With ``spread=m``, m consecutive workers are responsible for a key. To choose one of them, the loop uses
     multiples of the golden ratio, which are evenly distributed for any regular sequence of items.
+
+    An output that stays on another host arrives as a reference. The worker that made the output has already
+    called the key function.
     """
     function, put, workers, spread = job.function, out.put, len(out.ports), job.options["spread"]
+    reference = _core.Reference
 
     def poisoned(item: Any, deaths: int, error: Exception | None) -> None:
         carried: Any = Portable(error) if error is not None and out.channel.transport.copies else error
@@ -315,7 +319,8 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
     items._on_poison(1, poisoned)
     for number, item in enumerate(items):
         try:
-            worker = bucket_of(function(item)) + (((number * _GOLDEN) & _MASK) * spread >> 64)
+            first = item.worker if type(item) is reference else bucket_of(function(item))
+            worker = first + (((number * _GOLDEN) & _MASK) * spread >> 64)
         except BaseException:  # the worker will call the key function again and report the error
             worker = 0
         try:
@@ -323,29 +328,6 @@ def route(job: OperatorJob, *, items: In[Any], out: Addressed) -> None:
         except Exception as error:
             job.not_sent(out, item, error)
         del item
-
-
-def bucket_of(key: Any) -> int:
-    """Return an integer that is the same for equal keys.
-
-    For built-in types, the integer is the same in every process, unlike the ``hash`` of a string.
-    """
-    if isinstance(key, str):
-        return zlib.crc32(key.encode("utf-8", "surrogatepass"))
-    if isinstance(key, bytes):
-        return zlib.crc32(key)
-    if isinstance(key, tuple):
-        number = 0
-        for part in key:
-            number = number * 1_000_003 ^ bucket_of(part)
-        return number
-    if isinstance(key, frozenset):
-        return sum(map(bucket_of, key))
-    if key is None:
-        return 0
-    if isinstance(key, enum.Enum) and type(key).__hash__ is enum.Enum.__hash__:
-        return bucket_of(key.name)
-    return hash(key)
 
 
 def zip_(job: OperatorJob, *, out: Out[tuple[Any, ...]], **inputs: In[Any]) -> None:

@@ -38,7 +38,7 @@ from flowchan.run.worker import item_timeout
 from flowchan.run.worker.gang_membership import NO_MEMBERSHIPS, GangMembership, Memberships
 from flowchan.run.worker.item_recorder import end_following, follow_items
 from flowchan.run.worker.items_in_transit import deliver_items
-from flowchan.run.worker.keyed_call import with_key
+from flowchan.run.worker.keyed_call import route_outputs, with_key
 from flowchan.run.worker.opening import Ports
 from flowchan.run.worker.operator_job import OperatorJob
 from flowchan.run.worker.pace import paced
@@ -209,6 +209,8 @@ def job_of(
         job.function = job.tracking.around(function)
     if shared.broadcasts and stage.operator.calls in ("item", "fold"):
         job.function = pinning(job.function)
+    if "readers" in stage.options:
+        route_outputs(ports.outputs["out"], stage, job.bare)
     job.recorder = follow_items(worker, ports, tell)
     for reader in ports.inputs.values():
         reader._wake_lazily()

@@ -1,0 +1,92 @@
+"""Processes are killed, and links are cut, while a host receives an output from another host (R4)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from hosted import agents, workers_of
+from support.waiting import wait_until
+
+from benchmarks.slow_connections import cut
+from flowchan import Graph, _core
+from flowchan.hosts import local
+
+pytestmark = pytest.mark.usefixtures("no_agent_stays")
+
+SIZE = 4_000_000
+
+
+def make(number: int) -> bytes:
+    return bytes([number % 251]) * (SIZE + number)
+
+
+def check(item: bytes) -> int:
+    """Return the item's number. Fail if the item is damaged."""
+    number = len(item) - SIZE
+    assert item == make(number)
+    return number
+
+
+def kill_agent(agent: psutil.Process) -> None:
+    agent.kill()
+
+
+def kill_worker(agent: psutil.Process) -> None:
+    (worker,) = workers_of(agent)
+    worker.kill()
+
+
+def cut_links(_: psutil.Process) -> None:
+    assert cut() >= 2
+
+
+def has_unread_bytes(agent: psutil.Process, other: psutil.Process) -> bool:
+    """Return whether bytes from the other agent wait in a socket of this agent."""
+    ports = {connection.laddr.port for connection in other.net_connections()}
+    ours = {one.laddr.port for one in agent.net_connections() if one.raddr and one.raddr.port in ports}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, at, _, _, queues, *_ = line.split()
+        if int(at.partition(":")[2], 16) in ours and int(queues.partition(":")[2], 16):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("deed", "of_reader"),
+    [(kill_agent, False), (kill_agent, True), (kill_worker, False), (kill_worker, True), (cut_links, False)],
+)
+def test_items_arrive_once_despite_kills_during_fetch(
+    deed: Callable[[psutil.Process], None], of_reader: bool
+) -> None:
+    done, made = threading.Event(), 0
+
+    def numbers() -> Iterator[int]:
+        nonlocal made
+        while not done.is_set() or made % 20:
+            yield made
+            made += 1
+
+    graph, pool = Graph("killed"), local(2)
+    items = graph.source(numbers).map(make, on=pool.assigned(["local-1"]))
+    checked = items.map(check, on=pool.assigned(["local-2"])).collect()
+    with graph.start() as run:
+        results = run.iter(checked)
+        found = [next(results)]
+        maker, reader = agents()
+        maker.suspend()
+        wait_until(lambda: has_unread_bytes(maker, reader))  # the reader's host has requested an output
+        reader.suspend()
+        maker.resume()
+        wait_until(lambda: has_unread_bytes(reader, maker))
+        deed(reader if of_reader else maker)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            reader.resume()
+        done.set()
+        found.extend(results)
+    assert found == list(range(made))
+    assert _core._references() == 0
