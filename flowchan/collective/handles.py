@@ -17,6 +17,8 @@ from flowchan.items.tracebacks import shortened
 from flowchan.transport.interrupts import unless_interrupted
 
 T = TypeVar("T")
+SLICE_S = 0.1
+"""Maximum seconds for which a wait ignores a signal (C11)."""
 
 
 class Handle:
@@ -47,7 +49,17 @@ class Handle:
                 ``wait`` again.
             Exception: Whatever the operation raised.
         """
-        return self._future.result(timeout)
+        # CPython loses a signal that arrives between its check for signals and the sleep of a lock. The main
+        # thread would then sleep until the operation ends, so it sleeps in slices.
+        remaining = countdown(timeout)
+        while not self._future.done():
+            left = remaining()
+            try:
+                return self._future.result(SLICE_S if left is None else min(left, SLICE_S))
+            except TimeoutError:
+                if left is not None and left <= SLICE_S and not self._future.done():
+                    raise
+        return self._future.result()
 
     def done(self) -> bool:
         """Return whether the operation has ended.

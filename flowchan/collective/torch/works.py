@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flowchan.collective.handles import Handle
+
 # The types of these objects differ between versions of torch.
 _c10d: Any = torch._C._distributed_c10d
 _Work: Any = dist.Work
@@ -52,7 +54,7 @@ class Work(_Work):  # type: ignore[misc]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         if self._going_on is not None:
-            self._going_on.result(timeout.total_seconds() or None)
+            Handle(self._going_on).wait(timeout.total_seconds() or None)
         return True
 
     def is_completed(self) -> bool:
