@@ -95,7 +95,7 @@ def across_processes(make: Callable[[], Ends], items: Callable[[int], Iterable[A
 def across_threads(make: Callable[[], Ends], writers: int, readers: int, count: int) -> float:
     """Return how many seconds ``readers`` threads take to get ``count`` items from ``writers`` threads.
 
-    The clock starts when all threads start together.
+    All threads start together, and the clock starts at that moment.
     """
     ends = make()
     start = threading.Barrier(writers + readers + 1)

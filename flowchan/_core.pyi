@@ -520,7 +520,7 @@ class Link:
         flowchan.transport.link_events converts events to typed objects.
         """
     def announce(self, number: int, events: ReadyLinks, reports: ReadyLinks) -> None:
-        """Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 is there."""
+        """Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 arrives."""
     def excuse(self, seconds: float) -> None:
         """Do not count the last ``seconds`` as the peer's silence, because this process was delayed."""
     def state(self) -> dict[str, Any]:

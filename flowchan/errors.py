@@ -247,7 +247,7 @@ class GroupError(FlowchanError):
 
 
 class MemberDied(GroupError):
-    """A group member died or gave up during an operation, so that the operation cannot complete.
+    """A group member died or gave up during an operation, so the operation cannot complete.
 
     Either all surviving members raise this exception, or none does.
 

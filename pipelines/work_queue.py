@@ -253,7 +253,7 @@ class _SharedQueue(Shared):
         deadline = _deadline(timeout)
         while True:
             remaining = _remaining(deadline)
-            if questions.closed:  # the last worker may leave without an answer
+            if questions.closed:  # the last worker may leave without answering
                 if questions.drained and len(answers) == 0:
                     answers.close()
                 remaining = POLL_INTERVAL_S if remaining is None else min(remaining, POLL_INTERVAL_S)

@@ -473,7 +473,7 @@ def children() -> set[str]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the watchdog limit this process's exit, because no further test begins."""
+    """Let the watchdog limit how long this process takes to exit, because no further test begins."""
     session.config.stash[WATCHDOG].close()
 
 

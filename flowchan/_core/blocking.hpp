@@ -169,7 +169,7 @@ struct Traits<Ring> {
         else
             (caller.side == Side::Reader ? wakes.readers : wakes.writers) +=
                 wait_queue(r, caller.side).call(1);
-        if (caller.side == Side::Reader && r.header().notify_writer)  // one reader fewer is waiting now
+        if (caller.side == Side::Reader && r.header().notify_writer)  // one fewer reader is waiting now
             wakes.writers += r.header().writer_queue.call(1);
         if (caller.side == Side::Writer && r.is_limited()) wakes.readers += r.header().reader_queue.call(1);
     }

@@ -360,8 +360,8 @@ class Member {
     struct Timed {
         bool is = false;
         uint32_t doing = 0, kind = 0, plan = 0;
-        uint32_t filled = 0;  // ns that the slowest member needed to write its data
-        int64_t since = 0;    // when the last member arrived
+        uint32_t filled = 0;  // ns that the slowest member took to write its data
+        int64_t since = 0;    // time at which the last member arrived
     };
     Timed timed_;                     // the current operation
     Timed before_;                    // the previous operation, until all members have published its times

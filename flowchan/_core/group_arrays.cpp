@@ -203,7 +203,7 @@ void Array::add_shape(uint64_t extent) {
 bool Array::read_numpy(PyObject* object) {
     const auto* array = reinterpret_cast<const NumpyArray*>(object);
     const Element its = element_of(*array->type);
-    const bool time = is_time(*array->type);  // NumPy exports no buffers of dates and time spans
+    const bool time = is_time(*array->type);  // NumPy does not export these types as buffers
     if ((its == Element::Raw && !time) || !(array->flags & NumpyArray::IN_ONE_PIECE))
         return read_buffer(object);
     data = array->data;

@@ -4,11 +4,11 @@
 //
 // The memory is one unnamed memfd, so the kernel frees it when its last user ends (C12). The file is as long
 // as the channel could ever need, but only parts of it are allocated. The allocated parts are some session
-// records, the bytes up to `reserved_low`, and the bytes from `reserved_high`. Before more of the file is
-// used, `fallocate` allocates it. If memory is exhausted, that call fails, so no access can ever raise
-// SIGBUS. Free lists keep freed blocks and slots for reuse, often while the caches still have them. No memory
-// is returned to the kernel before the channel ends. Each process maps everything before the blocks, and all
-// existing blocks and slots (windows.hpp).
+// records, the bytes up to `reserved_low`, and the bytes from `reserved_high`. `fallocate` allocates
+// each further part of the file before it is used. If memory is exhausted, that call fails, so no access can
+// ever raise SIGBUS. Free lists keep freed blocks and slots for reuse, often while the caches still have
+// them. No memory is returned to the kernel before the channel ends. Each process maps everything before the
+// blocks, and all existing blocks and slots (windows.hpp).
 //
 // An item occupies a slot, plus a block if it does not fit into the slot. Slots are linked by their offsets
 // in the file; offset 0 is the header and therefore means "none". The FIFO is the list from `head` to `tail`.

@@ -158,7 +158,7 @@ class Link {
     std::atomic<bool> has_messages{false};  // the table of references has messages for this link
     void close();
     LinkEvent next_event(int64_t until);  // returns an event of kind None at the deadline
-    // Add `number` to `events` when an event is there, and to `reports` when items of stream 0 have arrived.
+    // Add `number` to `events` when an event arrives, and to `reports` when items of stream 0 arrive.
     // Only ports use the rings of such a link.
     void announce(uint64_t number, std::shared_ptr<ReadyLinks> events, std::shared_ptr<ReadyLinks> reports);
     // Do not count the last `ns` as silence of the other side, because this process was itself delayed.

@@ -294,7 +294,7 @@ void bind_link(nb::module_& m) {
              "Wait for the next event and return its kind and values, or () after the timeout.\n\n"
              "flowchan.transport.link_events converts events to typed objects.")
         .def("announce", &PyLink::announce, "number"_a, "events"_a, "reports"_a,
-             "Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 is there.")
+             "Add ``number`` to ``events`` or ``reports`` when an event or an item of stream 0 arrives.")
         .def(
             "excuse", [](PyLink& link, double seconds) { link.excuse(int64_t(seconds * 1e9)); }, "seconds"_a,
             "Do not count the last ``seconds`` as the peer's silence, because this process was delayed.")

@@ -409,7 +409,7 @@ void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
     forget_reference(0);
 }
 
-// Forget a reference, because the worker's host may now free its output. Outputs are freed in order.
+// Forget a reference whose output the worker's host may now free. Outputs are freed in order.
 void Sink::forget_reference(uint64_t reference) {
     const auto is_it = [reference](const Lent& one) { return one.reference == reference; };
     const auto found = reference ? std::ranges::find_if(lent, is_it) : lent.end();

@@ -1,7 +1,7 @@
 // The native steps of two operators' loops.
 //
 // `map` in a worker process takes an item, calls the function, and puts the result. The worker takes the
-// first item as any reader does, and may wait for it. If more items are there, it leases a run of them
+// first item as any reader does, and may wait for it. If more items are waiting, it leases a run of them
 // (ring_runs.cpp). It puts each output before it starts the next item, so an output never waits for the items
 // behind it. Three events end the run early: an error, an item that cannot be unpickled, and an item that has
 // already killed workers. The worker then holds only the current item, as if it had taken each item alone,
@@ -19,8 +19,8 @@ namespace {
 
 // A call returns to the interpreter after this many items, because other threads may need it.
 constexpr uint64_t MOST_ITEMS = 64;
-// A worker takes runs as long as an item takes less time than this limit, which is many times the cost of a
-// get.
+// A worker leases runs only while the average time per item is below this limit, which is many times the
+// cost of a get.
 constexpr int64_t FAST_NS = 20'000;
 constexpr int64_t LONGEST_NAP_NS = 1'000'000;
 

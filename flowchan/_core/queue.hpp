@@ -6,8 +6,8 @@
 // The calling thread must be attached to the interpreter (hold the GIL), because the garbage collector visits
 // the items without the lock.
 //
-// With a GIL, a thread keeps the GIL from lock to unlock, so no other lock is needed. A mutex with its two
-// atomic operations would make a put 25 % slower. A free-threaded interpreter uses a small futex mutex.
+// In a build with a GIL, a thread holds it from lock to unlock, so no other lock is needed. A mutex with its
+// two atomic operations would make a put 25 % slower. A free-threaded interpreter uses a small futex mutex.
 #pragma once
 
 #include <Python.h>

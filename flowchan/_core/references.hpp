@@ -107,7 +107,7 @@ class References {
     void release_unread(Ring& ring);  // if no reader is left, release the references in this channel
     bool is_inside(uint64_t id, const Ring* ring);
     // Record that the reference moves to another channel. Its position does not change, so that `repair` still
-    // finds it. `ring` is null while it is in no channel. Return its route.
+    // finds it. `ring` is null while the reference is in no channel. Return its route.
     uint32_t move(uint64_t id, const Ring* ring);
     void lose(Link* link, uint32_t stream);  // the outputs of this stream are lost
     // Return nothing if the reference was released, or if `moves` is still its number of moves.

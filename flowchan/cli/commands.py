@@ -373,7 +373,7 @@ def top(run: str | None) -> None:
 @click.option(
     *("--nproc-per-node", "--nproc_per_node", "each"),
     type=click.IntRange(1, 1024),
-    help="Number of processes on each host; use it instead of -n (torchrun has the same option).",
+    help="Number of processes on each host, as an alternative to -n (as in torchrun).",
 )
 @click.option(
     "--hosts",

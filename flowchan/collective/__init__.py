@@ -79,13 +79,13 @@ def group(
 
     Raises:
         TypeError: An argument has the wrong type, or its name is unknown.
-        ValueError: An argument is out of range, or only one of ``size`` and ``at`` is given. Or ``at``
-            contains port 0, but this member can neither publish nor learn the actual port.
+        ValueError: An argument is out of range, or only one of ``size`` and ``at`` is given. This
+            error is also raised if ``at`` contains port 0 and this member cannot publish or learn the port.
         TimeoutError: Some members did not arrive in time, or rank 0 is unreachable.
         OSError: Rank 0 cannot listen on ``at``.
         GroupError: The launcher's variables are wrong, two members have the same rank, or ``FLOWCHAN_AT`` or
-            ``FLOWCHAN_SECRET`` is missing for members on several hosts. Under Slurm, a folder that all hosts
-            share replaces these two variables: ``FLOWCHAN_FOLDER`` (default ``~/.flowchan``).
+            ``FLOWCHAN_SECRET`` is missing for members on several hosts. Under Slurm, ``FLOWCHAN_FOLDER``
+            (default ``~/.flowchan``), a folder that all hosts share, replaces these two variables.
 
     Example:
         >>> from concurrent.futures import ThreadPoolExecutor

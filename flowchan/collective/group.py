@@ -320,8 +320,8 @@ class Group(Collectives):
             This process's member of the new group.
 
         Raises:
-            GroupError: The group spans hosts, and rank 0 is gone or unreachable, or the old group was created
-                without an address.
+            GroupError: The group spans several hosts, and either rank 0 is gone or unreachable, or the group
+                was created without an address.
             TimeoutError: A remaining member did not call ``shrink`` in time.
 
         Example:

@@ -390,9 +390,9 @@ class LinkedGroup(Group):
     def _on_node(self, call: Call, work: Callable[[], T], first: bool = False) -> T:
         """Run a step in the node. If it fails, the leader reports the error to the other hosts.
 
-        If the ``first`` step finds that members made different calls, the group stays usable. In a later
-        step, other hosts may have completed the operation. The group then fails, because messages could no
-        longer be matched to operations.
+        If the ``first`` step finds that members made different calls, the group stays usable. If a later step
+        fails, other hosts may already have completed the operation. The group then fails, because it could no
+        longer match messages to operations.
         """
         if self._failure is not None:
             raise self._failed_before(call[0]) from self._failure

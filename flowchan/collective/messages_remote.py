@@ -130,7 +130,7 @@ class RemotePeers:
                     self._listener.accept(0.0, self.adopt)
             for peer in peers:
                 peer.begin_watch()
-            for peer in ended:  # by now, all earlier connections of these peers are accepted
+            for peer in ended:  # by now, all earlier connections of these peers have been accepted
                 peer.receive_end()
         for sock in self._watchers:
             with contextlib.suppress(OSError), sock:

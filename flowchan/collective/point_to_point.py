@@ -318,7 +318,7 @@ class SameHostPeer:
         self._is_found = False
         self._in: list[In[Any]] = []
         self._again: list[Any] = []  # messages that interrupted calls have put back
-        self._lock = threading.Lock()  # held while the channel is created or opened, which must happen once
+        self._lock = threading.Lock()  # held while the channel is created or opened (once each)
 
     def send(self, x: Any, timeout: float | None) -> None:
         port = self._out or self._show()

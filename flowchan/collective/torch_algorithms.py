@@ -352,7 +352,7 @@ class TorchAlgorithm:
         """Destroy the backend.
 
         If ``stuck`` is true, an operation is still running. NCCL can abort the operation. The destructors of
-        other backends would wait for the operation, so that these backends are kept until the process ends.
+        other backends would wait for the operation, so these backends are kept until the process ends.
         """
         abort = getattr(self._backend, "abort", None) if self.name == "nccl" else None
         if abort is not None:

@@ -123,8 +123,8 @@ def _rounded(seconds: float) -> float:
 def meetings(hosts: int, host: int) -> Iterator[int]:
     """Yield the hosts with which this host measures its connections, one at a time.
 
-    Each pair of hosts meets once, and each host meets at most one other at a time: the circle method for
-    round-robin tournaments.
+    Each pair of hosts meets once, and each host meets at most one other at a time. This is the circle method
+    for round-robin tournaments.
     """
     places = hosts + hosts % 2
     for turn in range(places - 1):

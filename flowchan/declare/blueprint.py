@@ -154,7 +154,7 @@ class Blueprint(General):
     def broadcast(self, initial: T) -> Broadcast[T]:
         """Create a value that all workers read and that the program can change while the graph runs.
 
-        Workers in threads and processes of this machine can read the value. A graph with such a value cannot
+        Workers in threads and processes on this machine can read the value. A graph with such a value cannot
         have stages on hosts.
 
         Args:
@@ -182,7 +182,7 @@ class Blueprint(General):
 
         Args:
             *streams: Streams of this graph, at least one.
-            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in items; default: 64) of the stage.
 
         Returns:
             One stream, which ends when all inputs have ended.
@@ -263,8 +263,8 @@ class Blueprint(General):
 
         Raises:
             TypeError: An argument has the wrong type, or its name is unknown.
-            ValueError: No stage reads a channel with this name, or not all workers share the channel. Or the
-                path cannot be written, or a limit is out of range.
+            ValueError: No stage reads a channel with this name, or not all workers share the channel. The
+                error is also raised if the file cannot be written or a limit is out of range.
 
         Example:
             >>> import os, tempfile

@@ -312,7 +312,7 @@ class Stream(StreamEnd[T_co]):
             size: Number of items in a list, at least 1. The last list may be shorter.
             timeout: Maximum seconds from the arrival of a list's first item until the list is emitted,
                 possibly with fewer items (default: no limit).
-            **options: ``name`` (str) and ``capacity`` (lists, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in lists; default: 64) of the stage.
 
         Returns:
             The stream of lists.
@@ -343,7 +343,7 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             key: Function that returns the key of an item.
-            **options: ``name`` (str) and ``capacity`` (groups, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in groups; default: 64) of the stage.
 
         Returns:
             The stream of groups, each a :class:`Window` with ``key`` and ``items``.
@@ -380,13 +380,13 @@ class Stream(StreamEnd[T_co]):
             size: Number of items in a window, at least 1. Pass either ``size`` or ``seconds``.
             seconds: Length of a window in seconds.
             every: Distance between the starts of two windows, in items or seconds. The distance is at most
-                the length of a window. The default is this length, with which windows do not overlap.
+                the length of a window. The default is this length, so that windows do not overlap.
             key: Function that returns the key of an item. Each key then has separate windows (default: one
                 key for all items).
             time: Function that returns the time of an item in seconds (default: its arrival time).
             allowed_lateness: Seconds by which an item may lag behind the latest item (default: 0). An item
                 whose windows have all been emitted is late and fails with :class:`LateItem`.
-            **options: ``name`` (str) and ``capacity`` (windows, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in windows; default: 64) of the stage.
 
         Returns:
             The stream of :class:`Window` values. If a stage reads its :attr:`errors` stream, failed and late
@@ -432,7 +432,7 @@ class Stream(StreamEnd[T_co]):
             other_time: Time function for the other stream (default: ``time``).
             allowed_lateness: Seconds by which an item may lag behind the latest item of each stream (default:
                 0). An item that lags further behind both streams fails with :class:`LateItem`.
-            **options: ``name`` (str) and ``capacity`` (pairs, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in pairs; default: 64) of the stage.
 
         Returns:
             The stream of pairs, with the item of this stream first. If a stage reads its :attr:`errors`
@@ -466,7 +466,7 @@ class Stream(StreamEnd[T_co]):
         """Declare a stage that emits the elements of each item.
 
         Args:
-            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in items; default: 64) of the stage.
 
         Returns:
             The stream of the elements. Each item of the input stream must be iterable.
@@ -490,7 +490,7 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             n: Maximum number of items, at least 0.
-            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in items; default: 64) of the stage.
 
         Returns:
             The stream of at most ``n`` items.
@@ -516,7 +516,7 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             n: Number of streams, at least 1.
-            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in items; default: 64) of the stage.
 
         Returns:
             A tuple of ``n`` streams.
@@ -552,7 +552,7 @@ class Stream(StreamEnd[T_co]):
 
         Args:
             *others: Streams to combine with this one.
-            **options: ``name`` (str) and ``capacity`` (tuples, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in tuples; default: 64) of the stage.
 
         Returns:
             The stream of tuples. The item of this stream comes first in each tuple.
@@ -606,7 +606,7 @@ class Stream(StreamEnd[T_co]):
             to_workers: Whether to send the result back to each worker that contributed (default: False). In
                 this case, declare the stage that reads the results with ``per_worker=``. That stage may be a
                 later one or, through a feedback stream, an earlier one.
-            **options: ``name`` (str) and ``capacity`` (items, default: 64) of the stage.
+            **options: ``name`` (str) and ``capacity`` (in items; default: 64) of the stage.
 
         Returns:
             The stream of :class:`Reduced` values, one for each round, or of pairs ``(worker, Reduced)``.

@@ -135,7 +135,7 @@ class AgentHandle:
         """Attach an authenticated connection from an agent that has just started or has lost its connection.
 
         ``stuck`` is the number of seconds for which every connection has broken before any of the agent's
-        items arrived. ``outputs`` is the address at which other agents fetch outputs that stay with this one.
+        items arrived. ``outputs`` is the address at which other agents fetch outputs that this agent keeps.
         """
         with self._lock:
             if self.why or self._refuses_connections:

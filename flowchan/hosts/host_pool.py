@@ -112,8 +112,8 @@ class Pool(Placement):
         :meth:`calibrate`, a host half as fast as the fastest gets a worker every second turn. Shares take
         precedence over speeds. For a pool from :meth:`assigned`, the result repeats the assigned hosts.
 
-        If a host's number of cores is unknown, ``dealt`` starts a small program there, which must report it
-        within 30 seconds.
+        If a host's number of cores is unknown, ``dealt`` starts a small program there, which must report the
+        number within 30 seconds.
 
         Args:
             count: Number of workers, at least 1.

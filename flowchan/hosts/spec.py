@@ -43,8 +43,8 @@ def pool_from(spec: str) -> Pool:
 def parse(spec: str) -> Spec:
     """Parse a pool's text form.
 
-    Raise ``ValueError`` if it is invalid. ``tls`` means the option; write ``user@tls`` for a host of that
-    name.
+    Raise ``ValueError`` if the text is invalid. The word ``tls`` is the option; write ``user@tls`` for a host
+    with this name.
     """
     kind, colon, rest = spec.partition(":")
     words = rest.split(",") if colon else []

@@ -10,8 +10,8 @@ from typing import Any
 def is_portable(key: Any) -> bool:
     """Return whether :func:`bucket_of` returns the same integer for a key in every process.
 
-    Python hashes numbers alike everywhere, but other types may include the hash of a string, which each
-    process salts. A ``datetime`` is an example.
+    A number has the same hash in every process. The hashes of other types, such as ``datetime``, may include
+    the hash of a string, which each process salts differently.
     """
     if isinstance(key, tuple | frozenset):
         return all(map(is_portable, key))

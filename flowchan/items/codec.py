@@ -41,7 +41,7 @@ def pack(value: object) -> Packed:
     """Serialise a value in the format of items between processes, so that items can contain it packed.
 
     :func:`unpack` restores the value. A receiver can keep the packed value without unpickling anything, and
-    can handle errors of unpickling later.
+    can handle unpickling errors later.
 
     Args:
         value: Any value that can be an item.

@@ -291,7 +291,7 @@ class Recording:
             )
         text = file.read(length)
         if len(text) < length or zlib.crc32(text) != crc:
-            raise ValueError(f"Recording: {self.path!r} is damaged in its header; record the channel again")
+            raise ValueError(f"Recording: {self.path!r} has a damaged header; record the channel again")
         about: dict[str, Any] = json.loads(text)
         return about
 

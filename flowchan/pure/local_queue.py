@@ -1,9 +1,9 @@
 """Implement the queue of a channel between threads, like ``LocalQueue`` in the native core.
 
 Algorithm. A deque contains the items. An output of an ordered stage that comes early is parked until the
-outputs of all earlier items are in the queue. A caller that cannot continue sleeps on a doorbell. Each change
-of the queue wakes the first sleeper on each side that can continue. When a woken sleeper runs, it wakes the
-next one, so k changes wake k sleepers.
+outputs of all earlier items are in the queue. A caller that cannot continue sleeps on a doorbell. On each
+side, each change to the queue wakes the first sleeper that can continue. When a woken sleeper runs, it wakes
+the next one, so k changes wake k sleepers.
 
 Invariants (C8). While a woken waiter has not run yet, its side wakes no other waiter, unless the channel has
 ended. Every woken waiter runs and then wakes the next one, whether its call succeeds or not. A waiter is
@@ -186,7 +186,7 @@ class LocalQueue:
     def peek(self, first: int, most: int) -> list[tuple[int, bool, int, int, Any]]:
         """Return the first ``most`` items from number ``first`` on, which stay in the queue.
 
-        Do not hold the lock.
+        The caller must not hold the lock.
         """
         seen: list[tuple[int, bool, int, int, Any]] = []
         with self.held():

@@ -57,7 +57,7 @@ class Interruption:
     def error(self, number: int) -> Interrupted:
         """Return the error to raise after a signal.
 
-        If the run is still active, reading the results of this error first ends the run.
+        Reading the results of this error ends the run first if it is still active.
         """
         return self._error(self._tell, number)
 

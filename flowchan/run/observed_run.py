@@ -58,7 +58,7 @@ class ObservedRun(ABC):
         """Return the current statistics of the run.
 
         Args:
-            window: Length in seconds of the most recent period, which rates, shares of time and the
+            window: Length in seconds of the most recent period that rates, shares of time and the
                 bottleneck's cause cover (default: the whole run). The result's ``window`` is the actual
                 length. The actual length is up to half a second longer, or shorter in a run that has just
                 started.
@@ -101,7 +101,7 @@ class ObservedRun(ABC):
             events: Called with each event of the run. Events report workers that start, begin work, end, fail
                 or die. Events also report retries, stops, aborts and each :class:`~flowchan.ScalingDecision`.
             every: Seconds between calls to ``stats`` (default: 1).
-            window: Length in seconds of the most recent period, which rates, shares of time and the
+            window: Length in seconds of the most recent period that rates, shares of time and the
                 bottleneck's cause cover. Default: 5; ``None`` selects the whole run. After the end of the
                 run, values always cover the whole run.
 
@@ -134,7 +134,7 @@ class ObservedRun(ABC):
         """Return a report of the run as text.
 
         Args:
-            window: Length in seconds of the most recent period, which rates, shares of time and the
+            window: Length in seconds of the most recent period that rates, shares of time and the
                 bottleneck cover. Default: 5; ``None`` selects the whole run. After the end of the run, values
                 always cover the whole run.
 
@@ -186,7 +186,7 @@ class ObservedRun(ABC):
         its last seconds.
 
         Args:
-            stage: Stage to change, as its name or one of its streams. Without a stage, compare two changes to
+            stage: Stage to change: its name, or one of its streams. Without a stage, compare two changes to
                 every stage: one more worker (if possible) and doubled speed.
             workers: Number of workers to add (default: 0). A negative number removes workers.
             faster: Factor by which the stage becomes faster (default: 1), for example with a cache or a
@@ -199,8 +199,8 @@ class ObservedRun(ABC):
 
         Raises:
             KeyError: The graph has no such stage.
-            ValueError: The stage's number of workers cannot change, or would fall below 1. Or ``stage`` was
-                given without a change (``workers`` or ``faster``), or a change was given without ``stage``.
+            ValueError: The stage's number of workers cannot change, or would fall below 1. The error is also
+                raised if only one of ``stage`` and a change (``workers`` or ``faster``) was given.
             RuntimeError: In the window, no item passed through the stage, or no item left the graph.
 
         Example:
@@ -246,7 +246,7 @@ class ObservedRun(ABC):
         method continuously.
 
         Args:
-            stage: Stage, as its name or one of its streams (default: all stages).
+            stage: Name of a stage, or one of its streams (default: all stages).
 
         Returns:
             Stacks as text, by worker name, such as ``"decode 2"``. As in a traceback, the most recent call

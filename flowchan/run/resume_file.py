@@ -60,8 +60,8 @@ class ResumeFile:
 
     Raises:
         GraphError: The graph does not support resuming, or the file cannot be used. The file may be
-            unreadable, have other contents, be in use, or belong to another graph. Or a source is shorter
-            than in an earlier run.
+            unreadable, have other contents, be in use, or belong to another graph. A source may also be
+            shorter than in an earlier run.
         TypeError: ``path`` is not a path.
     """
 

@@ -82,7 +82,7 @@ class Runnable(ABC):
 
         Raises:
             GraphError: The graph is invalid, or it cannot be resumed; the error lists all problems.
-            OSError: Memory does not suffice for the channels, the trace cannot be written, or the page or
+            OSError: There is not enough memory for the channels, the trace cannot be written, or the page or
                 metrics cannot be served.
             ValueError: ``metrics`` is not a port, or ``trace`` does not end in ``.json`` or ``.json.gz``.
 

@@ -43,7 +43,7 @@ unless noted.
 - R10 Blame. An item is blamed only for deaths that occur in user code or while the item is being unpickled.
   One worker at a time retries the item while the others continue, and the error lists the cause of each
   death. If ``max_deaths`` is 1, an item is also blamed for deaths until its output has been put, so it is
-  never processed twice. In a batch, only members that also kill a worker when tried alone fail. A death
+  never processed twice. A member of a batch fails only if it also kills a worker when tried alone. A death
   blamed on an item uses no restart; every other death uses one of the stage's restarts. A restart counts for
   60 s of work. The run warns before the last restart is used. (test_blame.py, test_no_repeats.py,
   test_decisions.py, tests/deaths/test_batches_that_kill_workers.py)
@@ -245,8 +245,8 @@ class Supervisor:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds for the run to end, and return whether it has ended.
 
-        After its end, the supervisor's thread and resources are gone as well (R6). However, if the run has
-        abandoned stuck threads, the thread may still be logging a warning about them.
+        After the end of the run, the supervisor's thread and resources are also gone (R6). However, if the
+        run has abandoned stuck threads, the thread may still be logging a warning about them.
         """
         if not self.ended.wait(timeout):
             return False

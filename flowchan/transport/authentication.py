@@ -291,7 +291,8 @@ def check_greeting(peer_greeting: bytes, role: bytes, tls: bool) -> None:
         raise Refused("it has the same role as this side: both connect, or both listen")
     if rest[len(role) : len(role) + 1] != (WITH_TLS if tls else PLAIN):
         raise Refused(
-            f"TLS is {'on here and off' if tls else 'off here and on'} there; pass tls=True on both sides"
+            f"TLS is {'on here but off' if tls else 'off here but on'} at the peer; pass tls=True on both "
+            "sides"
         )
 
 

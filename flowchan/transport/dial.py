@@ -36,8 +36,8 @@ class Backoff:
         """Wait before redialling after a broken connection.
 
         Args:
-            in_vain: Number of consecutive connections in which nothing arrived. The method does not wait
-                after the first one.
+            in_vain: Number of consecutive connections over which nothing arrived. The method does not
+                wait after the first one.
         """
         if in_vain > 1:
             threading.Event().wait(self.pause())

@@ -158,7 +158,7 @@ def unconnected_pause(since: float, most: float, least: float) -> float:
     number of links to slow hosts does not keep this process busy.
 
     Args:
-        since: Time since which the link has no connection, on the monotonic clock.
+        since: Monotonic time at which the link was last connected, or at which the first wait began.
         most: Longest pause in seconds.
         least: Shortest pause in seconds.
 

@@ -80,7 +80,7 @@ def need_owner(call: str, children: States) -> None:
         if not child.is_ours():
             raise RuntimeError(
                 f"{call}: child {child.number} must be called in the process that started it (pid "
-                f"{child.owner}), got a call in fork {os.getpid()}; start others in the fork"
+                f"{child.owner}), got fork {os.getpid()}; start new children in the fork"
             )
 
 

@@ -99,7 +99,7 @@ class BlockUpdates:
             return self._step(values, scale, shadow)
         changes: dict[str, Any] = {}
         for table, given in values.items():
-            ids = rows[table].copy()  # a copy, so that the changes do not keep the push's memory
+            ids = rows[table].copy()  # a copy, so that the changes do not keep the push's memory alive
             if rule == "gradient":
                 changes |= self._step_of_rows(table, ids, given, scale, shadow)
             else:

@@ -74,7 +74,7 @@ class ShardPlace(NamedTuple):
 
     @contextlib.contextmanager
     def named_in_errors(self, name: str, call: Call | None = None) -> Iterator[None]:
-        """Name the shard and its host if the connection to the keeper is lost."""
+        """Name the shard and its host in the error if the connection to the keeper is lost."""
         try:
             yield
         except Broken as error:

@@ -91,7 +91,7 @@ class NodeClient:
         progress: Progress of a node that runs on this machine and was started by this process; otherwise
             None.
         death: Exception that describes the death of the node; None while the node runs.
-        death_raised: True if the program has received the node's death as an exception.
+        death_raised: True if an exception has reported the node's death to the program.
     """
 
     def __init__(
@@ -480,7 +480,7 @@ class NodeClient:
         self.introduced = {}
         self.relay, self.place = None, self.place._replace(inbox=None)
         flusher.flusher.remove(self)
-        # Tensors that live longer keep this object alive, but no descriptors.
+        # Tensors that outlive the node keep this object alive, but no descriptors stay open.
         self._commands = self._replies = released()
         self.progress = None
 

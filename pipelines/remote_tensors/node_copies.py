@@ -2,7 +2,7 @@
 
 Each node reads one inbox. Other nodes put pairs of a key and a tensor into it. A put that does not wait
 stores the current values. Later changes of the source therefore have no effect. If the inbox is full, the
-sender clones the tensor, and a thread puts the clone. A node therefore never waits until another node takes a
+sender clones the tensor, and a thread puts the clone. A node therefore never waits for another node to take a
 tensor. A node waits only for tensors that earlier commands have sent. Nodes therefore cannot deadlock.
 
 Nodes on the program's machine have an inbox in shared memory. A node on another host owns its inbox. Tensors

@@ -342,7 +342,9 @@ backend."""
 
 
 def _refuse_autocast(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("torch.autocast: remote tensors have no autocast; convert the module with .to(dtype)")
+    raise RuntimeError(
+        "torch.autocast: remote tensors do not support autocast; convert the module with .to(dtype)"
+    )
 
 
 def _below_autograd(function: Callable[..., Any]) -> Handler:

@@ -96,8 +96,8 @@ class _Workers:
     def _using(self) -> Iterator[WorkersRun]:
         """Give the caller exclusive use of the workers for one command.
 
-        If the command is interrupted, the workers are ended. Otherwise, their late messages would be mistaken
-        for answers to the next command.
+        If the command is interrupted, this method ends the workers. Otherwise, their late messages would be
+        mistaken for answers to the next command.
         """
         with self._lock:
             try:

@@ -328,7 +328,7 @@ def refuse_sharded_layers(module: nn.Module) -> None:
 
 
 def refuse_sharded(module: nn.Module, pipe: str, remedy: str) -> None:
-    """Raise ``TypeError`` for parameters that FSDP shards because it wraps the pipe."""
+    """Raise ``TypeError`` if FSDP wraps the pipe and has sharded its parameters."""
     if FSDP not in sys.modules:
         return
     for name, layer in module.named_modules():

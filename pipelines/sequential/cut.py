@@ -231,7 +231,10 @@ class Cut:
 
 
 def _on_cpu(module: nn.Module, devices: Sequence[torch.device] | None) -> bool:
-    """Return True if all tensors are on the CPU, so that this thread's CPU time measures the computation."""
+    """Return True if all tensors are on the CPU.
+
+    Only then does this thread's CPU time measure the computation.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     return all(one.type == "cpu" for one in devices or ()) and all(
         tensor.device.type == "cpu" for tensor in tensors

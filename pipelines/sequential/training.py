@@ -392,7 +392,7 @@ class Training:
     def _raise_if_changed(self) -> None:
         """Raise ``RuntimeError`` if layers have changed or ``torch.autocast`` is active.
 
-        The workers would notice neither of these.
+        The workers would not notice these changes.
         """
         if current_casting():
             raise RuntimeError(

@@ -77,12 +77,12 @@ class TrainingReport:
 
     @property
     def bubble(self) -> float:
-        """Mean share of their time that workers spend waiting."""
+        """Mean share of time that workers spend waiting."""
         return _mean([worker.bubble for worker in self.workers])
 
     @property
     def communication(self) -> float:
-        """Mean share of their time that workers spend sending and receiving."""
+        """Mean share of time that workers spend sending and receiving."""
         return _mean([worker.communication for worker in self.workers])
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Store the state of a training in a dictionary that ``torch.save`` writes and ``torch.load`` reads safely.
+"""Store the state of training in a dictionary that ``torch.save`` writes and ``torch.load`` reads safely.
 
 Each part has its own optimizer. The optimizers' state is therefore valid only for one cut of the module.
 """
@@ -172,5 +172,5 @@ def _check_optimizers(state: Mapping[str, Any], parts: Sequence[Part], create: O
         except Exception as error:
             raise ValueError(
                 f"training: state['optimizers'][{number}] must fit the optimizer of {part}, "
-                f"got {type(error).__name__}: {error}; load the state of a training with the same optimizer"
+                f"got {type(error).__name__}: {error}; load the state of a run with the same optimizer"
             ) from None

@@ -1,4 +1,4 @@
-"""Pass a channel between processes to a child: by inheritance, by pickling, or through another channel."""
+"""Pass an inter-process channel to a child: by inheritance, by pickling, or through another channel."""
 
 from __future__ import annotations
 

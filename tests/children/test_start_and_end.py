@@ -214,7 +214,7 @@ def test_fork_of_the_program_cannot_use_or_end_its_children(kids: Children) -> N
                 try:
                     call(*arguments)
                 except RuntimeError as error:
-                    refused += "got a call in fork" in str(error)
+                    refused += "got fork" in str(error)
             kids[1].close()
             kids.close()
         finally:

@@ -1,4 +1,4 @@
-"""Test the trees over a group's hosts: how they follow from measured times, and how data uses them."""
+"""Test the trees over a group's hosts: how measured times determine them, and how data moves on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""References to outputs go to a reader on the host that made them, or to one that would have to wait."""
+"""References to outputs go to a reader on the host that made the outputs, or to one that would otherwise
+wait."""
 
 from __future__ import annotations
 

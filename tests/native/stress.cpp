@@ -145,7 +145,7 @@ void many_to_many(bool processes, uint64_t each) {
     checked(one, "the channel");
 }
 
-// Plain users repeatedly get items and put them into the ring again, and copy them without the lock. Some
+// Plain users repeatedly get items and put new ones into the ring. They copy items without the lock. Some
 // users keep views of the items that they take, and fill items in place.
 void round_and_round(bool processes, uint64_t turns) {
     constexpr uint64_t USERS = 4, ITEMS = 5;

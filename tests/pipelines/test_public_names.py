@@ -1,5 +1,5 @@
-"""Test that ``flowchan.pipelines`` exports documented names, and that it imports only flowchan's public
-names."""
+"""Test that all public names of ``flowchan.pipelines`` are documented, and that its modules use only
+flowchan's public names."""
 
 from __future__ import annotations
 

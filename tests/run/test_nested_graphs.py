@@ -1,6 +1,7 @@
 """Test graphs that run inside a worker process of another graph (R6, R7).
 
-Such a graph works like any other. If it fails, the item of the outer graph fails. It ends with the worker.
+Such a graph works like any other. If it fails, the item of the outer graph fails. When the
+worker ends, the inner graph also ends.
 """
 
 from __future__ import annotations

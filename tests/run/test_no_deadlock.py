@@ -266,7 +266,7 @@ def test_unread_results_are_not_a_deadlock(checks: Callable[[], int]) -> None:
     result = graph.source(range(100), capacity=1).map(same, capacity=1).collect()
     run = graph.start()
     waits(run, "source", writers=1)
-    goes_on(run, checks)  # the run may already be done, because it takes in unread results
+    goes_on(run, checks)  # the run may already be done, because it also stores unread results
     assert run.wait()[result] == list(range(100))
 
 

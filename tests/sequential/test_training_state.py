@@ -1,4 +1,4 @@
-"""Test the state of a training: a restarted training continues bit for bit."""
+"""Test the saved state of training: restarted training continues bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_steps(training: Training, data: Any) -> list[float]:
 
 
 def restarted(state: dict[str, Any], data: Any, on: Any, optimizer: Any, **options: Any) -> Any:
-    """Load a state into a new training with other initial parameters, and train."""
+    """Load a state into a new ``Training`` object with other initial parameters, and train."""
     module = perceptron(seed=9)
     with trainer(module, on, optimizer, **options) as training:
         training.load_state_dict(in_file(state))

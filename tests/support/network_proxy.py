@@ -111,7 +111,7 @@ class Wire:
     def _pump(self, source: socket.socket, target: socket.socket) -> None:
         """Copy bytes in two threads.
 
-        One thread receives the bytes and records when they are due; the other thread sends them.
+        One thread receives the bytes and notes when each piece is due; the other thread sends them.
         """
         pieces: deque[tuple[float, bytes]] = deque()
         arrived, free_slots = (

@@ -104,7 +104,7 @@ ENDS = """
 
 
 def test_output_streams_are_restored_however_drawing_ends(tmp_path: Path) -> None:
-    """Drawing fails when it starts or stops, Ctrl-C interrupts it, or two tables are drawn at the same
+    """Drawing fails at its start or its end, is interrupted by Ctrl-C, or draws two tables at the same
     time."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines

@@ -66,7 +66,7 @@ class Release:
         return tree
 
     def wheel(self, target: Target, source: Path) -> None:
-        """Build one wheel twice, compare and check it, and run it if this machine can."""
+        """Build one wheel twice, compare the two builds, check the wheel, and run it if this machine can."""
         try:
             found = headers(target, WORK, self.root_for)
             first, second = (

@@ -49,7 +49,7 @@ class System:
         self.mounts = mounts
 
     def run(self, *words: str | Path) -> str:
-        """Run a command in this system. When the command exits, its other processes are also ended."""
+        """Run a command in this system. When it exits, all processes that it started are also ended."""
         # The mounts are made in a new namespace, so they disappear when the namespace ends.
         root = shlex.quote(str(self.folder))
         mounts = [f"mount -t proc proc {root}/proc", f"mount -t tmpfs tmpfs {root}/dev/shm"]

@@ -159,7 +159,7 @@ class Captured:
                 self._over, self._end = os.pipe()
                 ends.callback(os.close, self._over)
                 ends.callback(os.close, self._end)
-                # Use the encoding of standard error, and show characters that it lacks as numbers.
+                # Use the encoding of standard error, and escape characters that it cannot represent.
                 encoding = getattr(sys.stderr, "encoding", None)
                 self.terminal = open(os.dup(2), "w", 1, encoding=encoding, errors="backslashreplace")
                 ends.callback(_suppressing, self.terminal.close)

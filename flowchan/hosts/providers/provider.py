@@ -71,7 +71,8 @@ class Provider(Protocol):
             The address, without a port.
 
         Raises:
-            HostError: No address was found. ``host`` of the error is set if it concerns only one host.
+            HostError: No address was found. If the error concerns only one host, its attribute ``host``
+                is set.
         """
 
     def start(self, number: int, launch: Launch) -> StartedAgent:

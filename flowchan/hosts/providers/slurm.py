@@ -126,7 +126,7 @@ def _ended_by_slurm(host: str, output: ProcessOutput, has_ended: bool) -> str | 
 def slurm(*, address: str | None = None) -> Slurm:
     """Make a provider of one agent on each node of this program's allocation.
 
-    ``address`` is where the nodes can reach this machine, without a port. The default is the address that the
-    kernel uses on its route to them.
+    ``address`` is the address, without a port, at which the nodes can reach this machine. The default is the
+    address that the kernel uses on its route to the nodes.
     """
     return Slurm(None if address is None else text("slurm", "address", address))

@@ -101,8 +101,8 @@ def ssh(*hosts: str | Mapping[str, int], python: str = "python3", address: str |
     Killing an agent only ends its connection: the agent itself ends when its peer timeout expires.
 
     Args:
-        hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. Alternatively one mapping, which
-            also sets each host's number of cores; otherwise, hosts report it when it is needed.
+        hosts: Hosts as ``ssh`` accepts them: ``"gpu1"``, ``"user@gpu2"``. A single mapping also sets the
+            number of cores of each host. Otherwise, hosts report this number when it is needed.
         python: Python executable on the hosts, with flowchan installed: ``~/venv/bin/python``.
         address: Address, without a port, at which the hosts can reach this machine (default: its
             address on the route to them).

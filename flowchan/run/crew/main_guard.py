@@ -123,8 +123,8 @@ def start_of(graph: Blueprint, stage: str) -> Iterator[None]:
 
     Raises:
         Unguarded: The forkserver ended while importing the main script.
-        OSError: The forkserver ended for another reason, or the start failed although the forkserver runs or
-            is not in use.
+        OSError: The forkserver ended for another reason, or the start failed for a reason that is unrelated
+            to the forkserver.
     """
     try:
         yield

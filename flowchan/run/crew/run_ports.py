@@ -174,8 +174,8 @@ class RunPorts:
         """See :class:`RunChannels`.
 
         The channels in this process do not show whether workers on hosts wait. This method therefore counts
-        all of these workers as waiting, and not the links that read for them. An observation then asks their
-        hosts.
+        all of these workers as waiting, but does not count the links that read for them. An observation then
+        asks the hosts of these workers.
         """
         moved, _, writing = _core._observe(list(self.channels.values()))
         _, reading, _ = _core._observe(self._read_here)

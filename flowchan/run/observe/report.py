@@ -127,7 +127,7 @@ def _account(stage: StageStats, state: RunState) -> str:
     """Describe what happened to the items that a stage took.
 
     If the operator has one output per item, outputs and failures must add up to the inputs. Otherwise, the
-    text shows the difference, as items that still move or as missing items.
+    text shows the difference as items that are still moving or as missing items.
     """
     rest = [
         ("failed", stage.failed), ("in hand", stage.in_hand), ("unwanted", stage.unwanted),

@@ -173,7 +173,7 @@ class RunTrace:
     def start(self) -> None:
         """Start the thread that reads the ports.
 
-        The run must have forked its processes before, because forking is unsafe while other threads run.
+        The run must already have forked its processes, because forking is unsafe while other threads run.
         """
         with self._lock:
             if not self._over.is_set():

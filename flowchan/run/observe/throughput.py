@@ -121,7 +121,7 @@ class Model:
 
         Args:
             stats: Statistics with rates and shares for a window, from :func:`between`.
-            cores: Number of cores that the run may use (default: as many as this process).
+            cores: Number of cores that the run may use (default: as many as this process may use).
             gil: True if threads share one interpreter lock (default: whether the threads of this process do).
         """
         cores = local_cores() if cores is None else cores
@@ -229,8 +229,8 @@ def _without_lock_waits(works: dict[str, StageWork]) -> dict[str, StageWork]:
 
     Threads that compute share the lock equally. Each of n such threads therefore waits for at most n - 1
     times its own CPU time. A thread that mostly sleeps takes the lock once per item. If other threads compute
-    all the time, it waits up to one switch interval for the lock; the model assumes half of that. Only a move
-    to processes avoids this wait.
+    all the time, the sleeping thread waits up to one switch interval for the lock; the model assumes half of
+    that. Only a move to processes avoids this wait.
     """
     heavy = {
         name: work.workers

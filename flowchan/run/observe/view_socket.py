@@ -79,7 +79,10 @@ class ViewSocket:
         self._viewers: list[ViewConnection] = []
 
     def poll(self) -> None:
-        """Create the socket if that is due, or accept the viewers that wait."""
+        """Create the socket if it does not exist yet; otherwise accept the waiting viewers.
+
+        Do nothing until the next check is due.
+        """
         now = time.monotonic()
         if now < self._due:
             return

@@ -93,7 +93,7 @@ class Observation:
         unread: Workers whose results the program has not begun to read.
         inputs: Stages into which the program puts items.
         outside: True if the run may make progress that no channel shows; see :attr:`Waits.moves`.
-        counts: Numbers that change if an item moves on another host.
+        counts: Numbers that change whenever an item on another host makes progress.
     """
 
     stats: RunStats

@@ -145,8 +145,8 @@ class Plan:
     def between(self) -> Iterator[tuple[set[str], set[str]]]:
         """Yield the input and output channels of each stage whose only effect is to turn inputs into outputs.
 
-        When its outputs have no readers, the stage needs no more inputs. Stages with ports are omitted,
-        because they decide on their own when to end.
+        When the outputs of such a stage have no readers, the stage needs no more inputs. Stages with ports
+        are omitted, because they decide on their own when to end.
         """
         into: dict[str, set[str]] = {}
         out: dict[str, set[str]] = {}
@@ -217,9 +217,9 @@ def _on_hosts(
 ) -> Iterator[PlannedWorker]:
     """Assign each worker of a stage to the host that has the fewest workers relative to its weight.
 
-    If several hosts are equal, choose the first. A placement with shares counts only its own workers. Other
-    placements therefore do not affect it. If the placement lists the host of each worker, follow this list,
-    and begin again after its end.
+    If several hosts are equal, choose the first. A placement with shares counts only its own workers, so
+    other placements do not affect it. If the placement lists the host of each worker, follow this list, and
+    begin again after its end.
     """
     if not placement.hosts:
         yield from workers

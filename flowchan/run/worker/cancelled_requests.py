@@ -1,8 +1,8 @@
 """Tell workers through shared memory which requests have been cancelled.
 
 The shared memory is called a board, and all processes on a machine open it by its path. The board stores the
-number of a cancelled request in the slot with that number modulo ``SLOTS``. Cancelling a request therefore
-needs no message, and checking a request reads only one word.
+number of a cancelled request in the slot whose index is that number modulo ``SLOTS``. Cancelling a request
+therefore needs no message, and checking a request reads only one word.
 
 The program has one board per run. Each agent has one for the workers on its host.
 """

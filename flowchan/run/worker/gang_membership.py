@@ -104,9 +104,9 @@ class GangMembership:
     def close(self, ended_by: BaseException | None) -> None:
         """Leave the group, and let the other members know whether this worker failed.
 
-        The worker leaves in order unless it has lost a member, its outputs have no readers, or one of its
-        channels is broken. In these three cases, the worker abandons the group, because its agent may have
-        died. The whole gang then restarts.
+        The worker leaves in an orderly way unless it has lost a member, its outputs have no readers, or one
+        of its channels is broken. In these three cases, the worker abandons the group, because its agent may
+        have died. The whole gang then restarts.
         """
         if self._member is None:
             return

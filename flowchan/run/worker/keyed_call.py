@@ -46,8 +46,8 @@ def hashable(key: Any, where: str) -> Hashable:
 def route_outputs(out: Out[Any], stage: Stage, bare: Callable[[Any], Any]) -> None:
     """Let a port choose which worker of the next stage processes each large output.
 
-    If the bucket of a key differs from process to process, the ``route`` stage must choose. The output then
-    does not stay on its host.
+    If the bucket of a key differs from process to process, the ``route`` stage must choose the worker. The
+    output then does not stay on its host.
 
     Args:
         out: The port.
@@ -70,7 +70,8 @@ def route_outputs(out: Out[Any], stage: Stage, bare: Callable[[Any], Any]) -> No
 def with_key(function: Callable[..., Any], stage: Stage, states: KeyedStates | None) -> Callable[..., Any]:
     """Wrap the function of a keyed stage so that the caller passes only the item.
 
-    The wrapper determines the key. If the stage keeps state, it also passes the key's state to ``function``.
+    The wrapper determines the key. If the stage keeps state, the wrapper also passes the key's state to
+    ``function``.
     """
 
     def key_of(item: Any) -> Hashable:

@@ -107,7 +107,7 @@ def open_plan(plan: Plan, workers: Collection[PlannedWorker]) -> OpenedPlan:
     """Open the plan's channels, the ports of this machine's ``workers``, and the program's inputs.
 
     All channels get an equal share of the run's memory. If the graph has worker processes, its broadcast
-    values are published. Raise ``OSError`` if memory does not suffice.
+    values are published. Raise ``OSError`` if there is not enough memory.
     """
     channels = {edge.name: _open_channel(edge, plan) for edge in plan.edges}
     for name in {name for worker in plan.workers if worker.host for name in worker.inputs.values()}:

@@ -54,7 +54,7 @@ def map_(job: OperatorJob, *, items: In[Any], out: Out[Any]) -> None:
 def _map_between_processes(job: OperatorJob, items: In[Any], out: Out[Any]) -> None:
     """Run the loop in native code.
 
-    The native code returns each item for which it is not enough to call the function and to put the result.
+    The native code returns each item for which calling the function and putting the result is not enough.
     """
     while stopped := items._map(out, job.function):
         if isinstance(stopped, tuple):

@@ -64,8 +64,8 @@ def process_main(
 ) -> None:
     """Act as a worker in a single run.
 
-    ``stage`` is the pickled stage. If its ``parent`` process ends, the process is killed. ``devices`` are the
-    GPUs that it may use, and ``streams`` becomes its standard output and error.
+    ``stage`` is the pickled stage. If the process ``parent`` ends, this process is killed. ``devices`` are
+    the GPUs that the worker may use. ``streams`` become the standard output and error of this process.
     """
     streams.take()
     _prepare(id, parent, devices)
@@ -131,7 +131,7 @@ def _prepare(id: WorkerId, parent: int, devices: str | None) -> None:
 def show_name(name: str, end: str = "") -> None:
     """Show a worker's stage and number as the name of this process in ``ps``, ``top`` and debuggers.
 
-    The kernel keeps 15 bytes of a name. ``end`` is always part of them. The command line stays the same,
+    The kernel keeps 15 bytes of a name, which always include ``end``. The command line stays the same,
     because users search it for the processes of their program.
     """
     name = name.encode(errors="replace")[: 15 - len(end)].decode(errors="ignore")

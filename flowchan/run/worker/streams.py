@@ -48,7 +48,7 @@ def terminals() -> dict[int, str]:
 def printing_to(wanted: Mapping[int, str]) -> Iterator[None]:
     """Redirect output that goes to a terminal to the ``wanted`` terminals during the block.
 
-    While a run displays its progress, the program's output goes to another terminal than the user's.
+    While a run displays its progress, the program's output goes to a terminal other than the user's.
     """
     current = terminals()
     with contextlib.ExitStack() as restored:

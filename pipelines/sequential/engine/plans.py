@@ -150,7 +150,7 @@ def _check_complete(plan: list[list[Step]], parts: int, chunks: int) -> None:
         if step.part >= parts or step.chunk >= chunks:
             raise ValueError(
                 f"training: the schedule must be for {parts} parts and {chunks} micro-batches, got step "
-                f"{step}; set chunks= of the pipe"
+                f"{step}; set chunks= on the pipe"
             )
     for part in range(parts):
         for chunk in range(chunks):
