@@ -1,15 +1,16 @@
 """Run every test under a watchdog that turns a hang into stack dumps and a failure, and check for leftovers.
 
-*Watchdog.* pytest-timeout reports that a test hangs. Its action is extended: every child process first dumps
-its stacks and is then killed. The log then shows which processes are waiting for each other. If the
-interpreter itself cannot run, because native code never releases the GIL, faulthandler's own thread does the
-same a little later.
+*Watchdog.* pytest-timeout reports that a test hangs. The action on a hang is extended: every child process
+first dumps its stacks and is then killed. The log then shows which processes are waiting for each other. If
+the interpreter itself cannot run, because native code never releases the GIL, faulthandler's own thread does
+the same a little later.
 
 *Leftovers.* After each passed test, no new child process, thread, file descriptor or shared-memory mapping
 may remain. The check looks only at the process that runs the tests, so several processes can run tests at the
 same time.
 
-*Skipped.* The last lines list the skipped tests, grouped by the reason, which names the missing requirement.
+*Skipped.* The last lines list the skipped tests, grouped by reason. Each reason names the missing
+requirement.
 
 *Large libraries.* A fork costs four times as much once the process has loaded torch, and most tests fork.
 ``tools/run_tests.py`` therefore runs the files that load such libraries last, in separate processes.
@@ -146,7 +147,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class SharedFixtures:
-    """Let the next test list the resources again, because a fixture of several tests may acquire some.
+    """Let the next test list the resources again, because a fixture shared by several tests may acquire some.
 
     This is a plugin, because pytest does not call this hook for session fixtures if the conftest.py is below
     the root.
@@ -161,8 +162,7 @@ class SharedFixtures:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exclude all objects that exist before the first test from garbage collection, which makes collections
-    cheap."""
+    """Make garbage collections cheap: exclude all objects that exist before the first test."""
     loaded = [name for name in LARGE if name in sys.modules]
     if loaded and session.config.getoption("--large") == "without":
         raise pytest.UsageError(
@@ -207,7 +207,7 @@ def end_hang(item: pytest.Item, settings: Any) -> None:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Return whether a process handles the signal; if not, the signal would end it."""
+    """Return whether a process handles the signal. The signal would end any other process."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -237,7 +237,7 @@ def has_agents(item: pytest.Item) -> bool:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End that program and the fork servers before the next file, whose tests may list all processes.
 
-    They stay if the tests in that file also use them.
+    Each of them stays if the tests in that file also use it.
     """
     if nextitem is None or nextitem.path != item.path:
         stash = item.config.stash
@@ -309,7 +309,7 @@ def torch_programs(pytestconfig: pytest.Config) -> Iterator[Template]:
 
 @pytest.fixture(scope="module")
 def forked_programs() -> Iterator[None]:
-    """Start the programs of scripts.py with flowchan already imported, which saves most of their start time.
+    """Start the programs of scripts.py with flowchan already imported, to save most of their start time.
 
     Use this in files that do not test how a program starts.
     """
@@ -319,8 +319,10 @@ def forked_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_compute_thread() -> Iterator[None]:
-    """Let torch compute with one thread. Its additional threads would count as leftovers and do not survive a
-    fork."""
+    """Let torch compute with one thread.
+
+    Additional threads of torch would count as leftovers, and do not survive a fork.
+    """
     torch = optional("torch")  # imported here, because only some tests need it
     if not torch:
         yield
@@ -357,7 +359,7 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         stash[HELD] = after
         return
     began = time.thread_time()
-    gc.collect()  # an exception that pytest.raises keeps forms a cycle, which holds the test's locals
+    gc.collect()  # an exception that pytest.raises keeps is in a reference cycle that holds the test's locals
     stash[MANY] = time.thread_time() - began > SLOW_COLLECTION_S
     with contextlib.suppress(AssertionError):  # the check below reports anything that has not ended
         # The task of a joined thread ends a moment after the join. A channel server checks dropped channels
@@ -383,7 +385,10 @@ def described(held: str) -> str:
 
 
 def holdings() -> set[str]:
-    """Describe what this process holds in human-readable form. This takes a fraction of a millisecond."""
+    """Describe what this process holds in human-readable form.
+
+    The listing takes a fraction of a millisecond.
+    """
     tasks = {f"thread {task}" for task in os.listdir("/proc/self/task")}
     return tasks | descriptors() | mappings() | children()
 

@@ -101,7 +101,7 @@ def test_dunder_all_has_no_duplicates_and_only_existing_names():
 
 
 def test_every_public_name_has_a_docstring() -> None:
-    """A class needs its own docstring, not an inherited one."""
+    """A class needs its own docstring, not an inherited docstring."""
     for name, value in PUBLIC.items():
         if inspect.isclass(value):
             assert value.__dict__.get("__doc__"), f"flowchan.{name} has no docstring of its own"

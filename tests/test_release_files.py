@@ -80,7 +80,7 @@ def test_sdist_has_version_and_every_tracked_file(tmp_path: Path) -> None:
 def made_wheel(
     folder: Path, version: str = VERSION, core: str = "", tag: str = "", binary: bytes = b""
 ) -> Path:
-    """Write a wheel with the files that the checks read. Its licences are the project's."""
+    """Write a wheel with the files that the checks read. The licences in the wheel are the project's."""
     path = folder / f"flowchan-{version}-{tag or 'cp313-cp313-manylinux_2_28_x86_64'}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"{INFO}/METADATA", f"Metadata-Version: 2.4\nName: flowchan\nVersion: {version}\n")

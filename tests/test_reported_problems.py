@@ -1,7 +1,7 @@
 """Complaints from users of other systems, and the tests that answer them.
 
-The list comes from the survey with which the project began, and uses the survey's numbers. It contains issues
-from Ray, Monarch, pypeln, CPython, PyTorch, joblib and others. Each complaint maps to tests by
+The list comes from the survey with which the project began, and uses the survey's numbers. The list contains
+issues from Ray, Monarch, pypeln, CPython, PyTorch, joblib and other projects. Each complaint maps to tests by
 ``file::name``, which must exist, or to the reason why it does not apply yet. The tests at the end of this
 file cover the remaining complaints.
 """

@@ -42,11 +42,11 @@ class Channel {
     bool hosts = false;  // ring: some readers run on other hosts, to which descriptors cannot be sent
     // another process owns the channel, and this process reaches it through two local rings
     bool elsewhere = false;
-    nb::object reading, writing;  // if elsewhere: the two local rings, once they are open
-    // if elsewhere: `fork_count` at the time the rings were opened
+    nb::object reading, writing;  // if `elsewhere`: the two local rings, once they are open
+    // if `elsewhere`: `fork_count` at the time when the rings were opened
     std::atomic<uint64_t> opened_in = fork_count;
-    uint64_t moved_there = 0;  // if elsewhere: number of puts and gets in the owner's last report
-    // if elsewhere: when the owner last reported to a select that the channel is empty
+    uint64_t moved_there = 0;  // if `elsewhere`: number of puts and gets in the owner's last report
+    // if `elsewhere`: when the owner last reported to a select that the channel is empty
     int64_t last_found_nothing = 0;
     // ring: the session that plain calls of this process share, opened by the first of them
     std::atomic<uint32_t> plain = 0;
@@ -69,10 +69,10 @@ class Channel {
     uint32_t plain_session();      // returns 0 for threads; throws nb::python_error
     // the channel whose ring serves calls of this process; throws nb::python_error
     Channel& through(Side side);
-    void fetch(Py_ssize_t most);  // elsewhere: asks for up to `most` items; throws nb::python_error
-    // elsewhere: asks the owner whether a retry makes sense; throws nb::python_error
+    void fetch(Py_ssize_t most);  // if `elsewhere`: asks for up to `most` items; throws nb::python_error
+    // if `elsewhere`: asks the owner whether a retry makes sense; throws nb::python_error
     bool asks_again(Side side);
-    bool usable();  // false with a Python error set in a forked child, which cannot use a `threads` channel
+    bool usable();  // returns false and sets an error in a forked child, which cannot use a `threads` channel
 };
 
 // true if the current error is an Empty or Full that was raised by the channel, not by a signal handler
@@ -242,7 +242,8 @@ class Receiving {
     ~Receiving() { current_ = outer_; }
     Receiving(const Receiving&) = delete;
     void received(In* in);
-    static void when_finished(nb::object call);  // called at once unless this thread is receiving an item
+    // Run `call` at once, unless this thread is receiving an item.
+    static void when_finished(nb::object call);
 
   private:
     static thread_local Receiving* current_;

@@ -78,7 +78,7 @@ struct alignas(LINE) Cell {
     uint32_t flags = 0;
     uint64_t key = 0;  // identifies the call; all members of one operation must have the same key
     uint64_t bytes = 0;
-    uint32_t filled = 0;  // ns that writing this operation's data took, if measured
+    uint32_t filled = 0;  // ns that this member needed to write its data, if measured
     uint32_t took = 0;    // ns from the last member's arrival to the end of the last timed operation
     unsigned char data[INLINE] = {};
 };
@@ -89,7 +89,7 @@ enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
 // owner's memory. COULD_NOT: a direct read by the owner failed. TELLS: every member publishes the plan that
 // it uses now, and rank 0 publishes the plan for the next operation of this size class.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
-constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // shift of the plan number within the flags
+constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // shifts of the two plan numbers within the flags
 
 struct MemberSlot {
     Cell cell[2];

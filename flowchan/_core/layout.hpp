@@ -140,7 +140,7 @@ static_assert(sizeof(Slot) == 128);
 // Outputs for input item i of an ordered stage, parked in groups[i % n] until turn i.
 struct Group {
     uint64_t head, tail, count;
-    uint64_t complete;  // nonzero: i gets no more outputs
+    uint64_t complete;  // nonzero: item i gets no more outputs
 };
 
 // Set once, before any process uses the channel.
@@ -156,7 +156,7 @@ struct Header : Constants {
     // The file is allocated up to `reserved_low` and from `reserved_high`. No redo is needed, because these
     // are written after fallocate.
     uint64_t reserved_low, reserved_high;
-    uint64_t reserved_sessions;  // how many records are allocated; needs no redo either
+    uint64_t reserved_sessions;  // how many session records are allocated; also needs no redo
 
     alignas(64) pthread_mutex_t mutex;
     // Process that took the lock last: a hint for turn_taking.hpp. It shares the mutex's cache line even on
@@ -170,15 +170,15 @@ struct Header : Constants {
     // Every put and every get writes these words.
     alignas(64) uint64_t head;
     uint64_t tail;         // meaningless while head is 0
-    uint64_t puts, takes;  // there are puts - takes items inside
+    uint64_t puts, takes;  // the channel contains puts - takes items
     uint64_t bytes_in, bytes_out;
     uint64_t slots_used;           // slots that are in no free list
     uint64_t free_slots[CLASSES];  // heads of the free lists; [0] lists the slots without a block
 
     // Every put and every get reads these words, but they rarely change.
     alignas(64) uint64_t state;
-    uint64_t slots_at;    // slots grow down to here from the end of the file
-    uint64_t blocks_top;  // blocks grow up to here from blocks_at
+    uint64_t slots_at;    // slots extend from here to the end of the file, and grow down
+    uint64_t blocks_top;  // blocks extend from blocks_at to here, and grow up
     // nonzero: an impossible value was found; set together with BROKEN and never cleared
     uint64_t damaged;
     // Limit on the bytes in the channel; if it is 0, max_bytes applies. A larger item waits until the channel
@@ -192,7 +192,7 @@ struct Header : Constants {
     uint64_t cut_off;
     uint64_t resumes;  // number of sessions with role RESUME
 
-    alignas(64) uint64_t claimed;  // places in the channel that FILLING slots have claimed
+    alignas(64) uint64_t claimed;  // how many places in the channel FILLING slots have claimed
     uint64_t parked, turn;
     uint64_t writers, readers;   // how many counted ports are open
     uint64_t cause, cause_size;  // offset and size of the pickled cause of the state BROKEN

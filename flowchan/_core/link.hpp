@@ -51,7 +51,7 @@ struct LinkStream {
     // owner side: the stream through which the same process gets items from the same channel; 0: none
     uint32_t partner = 0;
     bool announced = false;  // worker side: OPEN was sent over this connection
-    int filling = 0;         // large items that are arriving for its rings
+    int filling = 0;         // how many large items are arriving for the stream's rings
     // owner side: the worker will send nothing more, and all of its outputs have been put
     bool finished = false;
     bool settling = false;       // owner side: an item waits for its turn to finish
@@ -68,7 +68,7 @@ struct LinkEvent {
     uint32_t stream = 0;
     uint16_t port = 0;
     uint64_t size = 0;
-    std::string why;  // ToFetch: the location
+    std::string why;  // ToFetch: the location of the output
 };
 
 // Counters of a stream, summed over its input ports.
@@ -78,7 +78,7 @@ struct StreamCounts {
     uint64_t ahead, started, staged;
     uint64_t window;       // bytes that this side may have in transit
     bool starved;          // the worker waits for an item
-    uint64_t taken, used;  // items taken out of this side's rings, and put into them
+    uint64_t taken, used;  // items taken from this side's rings, and put into them
     // in how many wait queues on this side the link waits
     uint64_t standing;
 };
@@ -317,7 +317,7 @@ class Link {
     std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkStream>> streams_;
     int fd_ = -1;
-    int users_ = 0;  // threads that use fd_ to send or receive
+    int users_ = 0;  // how many threads are using fd_ to send or receive
     uint64_t connection_ = 0;
     bool closed_ = false;
     int64_t connected_at_ = 0;
@@ -326,12 +326,12 @@ class Link {
     bool lost_ = false;  // the connection is unusable; its last user closes fd_
     std::string fetch_address_;
     uint64_t seen_generation_ = 0;  // generation() of the table of references when it was last read
-    uint32_t last_served_ = 0;      // the next round starts with the stream after this one
+    uint32_t last_served_ = 0;      // the next round starts with the stream after this stream
 
     // On the heap for the same reason as `changed_`. The sender changes `out_` without the mutex, so a fork
     // may copy it half-changed.
     Outgoing& out_ = *new Outgoing;
-    uint64_t queued_items_ = 0;  // items in `out_`
+    uint64_t queued_items_ = 0;  // how many items are in `out_`
     bool has_news_ = false;      // the receiver has changed something, so the sender must act
     // The receiver keeps the lock of a ring while it puts several items in a row.
     std::optional<RingLock> held_;

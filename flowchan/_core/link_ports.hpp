@@ -83,9 +83,9 @@ class Window {
 
   private:
     double size_ = 1;
-    uint64_t done_ = 0;  // at the last update
+    uint64_t done_ = 0;  // value of `done` at the last update
     int64_t at_ = 0;
-    bool starved_ = false;  // at any time since the last update
+    bool starved_ = false;  // the worker was starved at some point since the last update
 };
 
 // How many outputs may be in transit: as many as the other side can make room for in a few round trips.
@@ -96,7 +96,7 @@ class Allowance {
     void update(uint64_t used, int64_t round_trip);
 
   private:
-    uint64_t most_ = LEAST, used_ = 0;  // at the last update
+    uint64_t most_ = LEAST, used_ = 0;  // `used_`: value of `used` at the last update
     int64_t at_ = 0;
 };
 
@@ -115,7 +115,7 @@ class ByteWindow {
     void update(uint64_t most, int64_t round_trip);
 
   private:
-    uint64_t size_ = LEAST, freed_ = 0;  // since the last update
+    uint64_t size_ = LEAST, freed_ = 0;  // `freed_`: bytes finished since the last update
     int64_t at_ = 0;
     bool full_ = false;  // the window was full at some point since the last update
 };
@@ -210,11 +210,11 @@ class Source {
     // Return the number of leased items that are not settled yet.
     uint64_t active() const { return entries.size() - held(); }
     uint64_t held() const { return settled > base ? settled - base : 0; }
-    void release(uint64_t key);  // an output for item `key` has left the worker's host
+    void release(uint64_t key);  // call when an output for item `key` has left the worker's host
     // Owner side: check whether the next item is a replay. Call this after outputs were lost.
     void look_for_replay();
-    void give_back_replays();  // owner side: the worker's host has lost outputs
-    void leave();              // the reader is gone, so this gives back the remaining items
+    void give_back_replays();  // owner side: call when the worker's host has lost outputs
+    void leave();              // call when the reader is gone; gives back the remaining items
     // Start over on a new connection. No item counts as sent until the other side has reported what it
     // received.
     void connect() {
@@ -285,10 +285,10 @@ class Source {
     // bytes. They are replays, and items before one that the worker has taken earlier. Readers may not be able
     // to finish the kept outputs before these arrive.
     uint64_t urgent = 0;
-    uint64_t highest = 0;       // owner side: the highest number of an item taken so far
-    bool remakes = false;       // worker side: an item is urgent
-    bool replay_waits = false;  // owner side: see look_for_replay()
-    bool lends = false;         // worker side: large outputs stay here, and the owner gets references to them
+    uint64_t highest = 0;         // owner side: the highest number of an item taken so far
+    bool remakes = false;         // worker side: an item is urgent
+    bool replay_waits = false;    // owner side: see look_for_replay()
+    bool lends = false;           // worker side: large outputs stay here; the owner gets references to them
     std::vector<uint64_t> pulls;  // worker side: outputs that the owner wants in full after all
     Window window;                // owner side
     // Owner side: how many outputs are fetched ahead; grows while the worker waits for fetches.
@@ -298,8 +298,8 @@ class Source {
     Link* link = nullptr;
     std::atomic<Demand> demand{Demand::None};
     bool has_references = false;
-    bool leaves_head = false;     // leaves the item at the head to another reader
-    uint64_t left_reference = 0;  // the last reference that it left, and since when
+    bool leaves_head = false;     // this reader leaves the item at the head to another reader
+    uint64_t left_reference = 0;  // the last reference left to another reader; `left_at`: since when
     int64_t left_at = 0;
     Allowance allowance;  // worker side
     ByteWindow byte_window;
@@ -308,7 +308,7 @@ class Source {
     struct Part {
         uint64_t item = 0, size = 0;
         auto operator<=>(const Part&) const = default;
-    } part, largest_part;                         // on this connection; the largest part so far
+    } part, largest_part;  // `part`: on this connection; `largest_part`: the largest so far
     bool set_part(uint64_t item, uint64_t size);  // false: the other side claims an impossible part
     uint64_t acknowledged = 0;                    // how many items the other side has acknowledged
     bool owes() const { return !left && acknowledged < base + entries.size(); }
@@ -348,7 +348,7 @@ class Sink {
   public:
     struct Staged {
         uint64_t key, kind, deaths;
-        uint64_t output;  // owner side: its number among all outputs of the stream
+        uint64_t output;  // owner side: the output's number among all outputs of the stream
         // the item's bytes; on the worker side, a REFERENCE has the output's location here until the output
         // is fetched
         std::vector<char> payload;
@@ -376,7 +376,7 @@ class Sink {
     const std::shared_ptr<Ring> ring;
     WriterState writer;
     const bool follows, replays;
-    bool on_demand = false;  // worker side: the worker needs an item only while it waits for one
+    bool on_demand = false;  // worker side: the worker needs an item only while it waits for an item
     // Owner side: `limited`: the other side may only put into granted room. `wanted`: it waits for more room.
     bool limited = false, wanted = false;
     // Return whether the sink waits for room or for a turn. `settling`: an item of the stream waits for its

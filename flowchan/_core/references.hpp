@@ -70,7 +70,7 @@ class References {
         uint16_t port;
         uint64_t id, key;
     };
-    struct Inbox {  // requests of the table to a link
+    struct Inbox {  // requests from the table to a link
         std::vector<Released> released;
         std::vector<OutputKey> pulls;
     };
@@ -81,7 +81,7 @@ class References {
     };
 
     void join(Link* link);   // from now on, the link gets requests
-    void leave(Link* link);  // the link is gone, and its outputs are lost
+    void leave(Link* link);  // call when the link is gone; its outputs are lost
 
     // Add a reference to an output for input item `key` of a worker's stream.
     // `route`: see Frame::route.
@@ -100,7 +100,7 @@ class References {
     void wake_links();  // call after giving back replays
     // Release a reference, because its reader has finished the item, or because no reader will ever take it.
     void release(uint64_t id);
-    void forget(const Ring* ring);  // the channel has ended with references inside
+    void forget(const Ring* ring);  // call when the channel has ended with references inside
     // Release the references that a reader has taken and finished. Call this before its session ends, while
     // holding the ring's lock. The reader's link may not have heard that the items are finished.
     void release_leased(Ring& ring, uint32_t session);
@@ -109,7 +109,7 @@ class References {
     // Record that the reference moves to another channel. Its position does not change, so that `repair` still
     // finds it. `ring` is null while the reference is in no channel. Return its route.
     uint32_t move(uint64_t id, const Ring* ring);
-    void lose(Link* link, uint32_t stream);  // the outputs of this stream are lost
+    void lose(Link* link, uint32_t stream);  // call when the outputs of this stream are lost
     // Return nothing if the reference was released, or if `moves` is still its number of moves.
     std::optional<Seen> look(uint64_t id, uint64_t moves = UINT64_MAX);
     uint64_t size_of(uint64_t id);
@@ -143,7 +143,7 @@ class References {
         uint32_t route;
         uint64_t moves = 0;
         Place place{};
-        const Ring* inside = nullptr;  // the channel that it is in now
+        const Ring* inside = nullptr;  // the channel that contains the reference now
         bool placed = false, here = false, pulling = false;
         std::string bytes;
     };

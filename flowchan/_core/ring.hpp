@@ -50,7 +50,7 @@ struct ReaderState {
     // UINT64_MAX: nothing was ever leased.
     uint64_t number = UINT64_MAX;
     uint32_t leases = 0;
-    uint32_t orders = 0;       // only for threads, see Orders; a ring has them in Session
+    uint32_t orders = 0;       // only for threads, see Orders; a ring stores its orders in Session
     bool keeps_turns = false;  // true once the reader has obeyed KEEP_TURNS
     // The reader of a stage wakes writers only when half of the capacity is free. It needs its own next
     // item sooner than the writers need room, and a sleeping writer checks again after each time slice
@@ -93,7 +93,7 @@ struct Taken {
     // how many workers died holding the item, in user code or while unpickling it
     uint64_t deaths = 0;
     bool is_replay = false;        // see Slot::is_replay
-    bool died_unpickling = false;  // the last of these workers died while unpickling the item
+    bool died_unpickling = false;  // the last worker that died was unpickling the item
     uint64_t number = 0;
     // For an output: the input item that the writer was processing. Slot::KEYLESS for any other item.
     uint64_t made_for = 0;

@@ -1,4 +1,4 @@
-"""Functions for child processes, which spawn and forkserver import by name."""
+"""Functions that run in child processes. The start methods spawn and forkserver import them by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flowchan import Channel
 
 
 def echo(requests: Any, replies: Any) -> None:
-    """Copy all items from one channel to the other, and then close the other channel."""
+    """Copy all items from one channel to another, and then close the second channel."""
     for item in requests:
         replies.put(item)
     replies.close()
@@ -28,7 +28,7 @@ def make_and_send(carrier: Any) -> None:
 
 
 def write_by_port(channel: Any, items: list[Any]) -> None:
-    """Put the items through a writer, whose exit closes the channel."""
+    """Put the items through a writer. The end of the writer's block closes the channel."""
     with channel.writer() as out:
         out.put_many(items)
 
@@ -38,7 +38,7 @@ def pass_one(source: Any, target: Any) -> None:
 
 
 def put_and_take_back(first: Any, second: Any, result: Any) -> None:
-    """Put an item into ``first`` and get it from ``second``, which must refer to the same channel."""
+    """Put an item into ``first`` and get it from ``second``; both must refer to the same channel."""
     first.put("round")
     result.put(second.get())
 

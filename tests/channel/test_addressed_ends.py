@@ -18,7 +18,7 @@ from flowchan.channel.addressed import Addressed, ports_of_end
 
 
 class Two:
-    """The addressed end of two channels, each with a reader. Counts the items that no reader wants."""
+    """Addressed end of two channels, each with a reader; it counts the items that no reader wants."""
 
     def __init__(self, capacity: int = 4, counts: bool = True) -> None:
         self.channels: list[Channel[Any]] = [Channel(capacity) for _ in range(2)]

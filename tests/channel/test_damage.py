@@ -1,10 +1,10 @@
 """Damage in a channel's shared memory breaks the channel, and never crashes or blocks its users.
 
-Other processes write to this memory, and one of them may have a stray pointer. Each case runs in a forked
-child. The child first uses every part of the channel: items inside, leased and parked, ports, and a cause. It
-then damages the memory and makes more calls. A call may raise ``Broken`` or any other error, time out, or
-succeed, but no signal may kill the child. After a while, the child calls ``abort``, as a user who gives up on
-the channel would. After that, every call must end.
+Other processes write to this memory, and any of these processes may have a stray pointer. Each case runs in a
+forked child. The child first uses every part of the channel: items inside, leased and parked, ports, and a
+cause. The child then damages the memory and makes more calls. A call may raise ``Broken`` or any other error,
+time out, or succeed, but no signal may kill the child. After a while, the child calls ``abort``, as a user
+who gives up on the channel would. After that, every call must end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flowchan.transport.descriptors import Borrowed
 
 CASES, FEW = 400, 25  # number of cases with --long, and without
 BATCH = 25  # children per test; two run at a time
-MUTEX, COUNTS = 128, 192  # offsets in the header: of the lock, and of the fields that it protects
+MUTEX, COUNTS = 128, 192  # header offsets of the lock and of the fields that the lock protects
 RECORDS, RECORD = 1_856, 448  # offset of the first redo record, and the distance between two records
 RECORDS_END = RECORDS + 16 * RECORD
 SLOT = 128
@@ -66,11 +66,11 @@ class Memory:
         struct.pack_into("<Q", self.map, at, value % 2**64)
 
     def sessions(self) -> list[int]:
-        """Return the offsets of this process's session records, whose second word is the pid."""
+        """Return the offsets of this process's session records. The second word of a record is the pid."""
         return [at - 8 for at in range(COUNTS, self.groups_at, 8) if self.word(at) == os.getpid()]
 
     def slots(self) -> int:
-        """Return the offset of the last slots, which the channel uses first."""
+        """Return the offset of the last slots; the channel uses these slots first."""
         return self.length - 24 * SLOT
 
 
@@ -141,7 +141,7 @@ class Use:
 
 
 def some_value(chance: random.Random, memory: Memory) -> int:
-    """Return a meaningful word (such as an offset, a count or a flag) or a random one."""
+    """Return a meaningful word (such as an offset, a count or a flag) or a random word."""
     place = chance.randrange(memory.length)
     return chance.choice(
         [

@@ -1,6 +1,6 @@
 """C11: a waiting call checks ten times a second whether the other processes are alive.
 
-The check makes no read system call. It needs one descriptor per process that uses the channel.
+The check makes no read system call. The check needs one descriptor per process that uses the channel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Test channels between processes that run in an emulator, as in a container for another processor."""
+"""Test channels between processes that run in an emulator, as in a container for another architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs with green threads (gevent, eventlet) get an error, because a put might block forever."""
+"""Programs with green threads (gevent, eventlet) get an error, because a put in them might block forever."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ class Stage:
 
 
 def test_item_leased_by_a_collected_port_returns_intact():
-    """C4: an unfinished item returns even when the collector clears the cycle around it."""
+    """C4: an unfinished item returns to its channel even when the collector clears the cycle around the
+    item's port."""
     ch = Channel(8)
     other = ch.reader()
     ch.put(Item(7))

@@ -19,7 +19,7 @@ def mapped_from() -> set[int]:
 
 
 class Writable:
-    """An item that arrives as writable bytes, in a mapping of their own."""
+    """An item that arrives as writable bytes, in a separate mapping."""
 
     def __init__(self, size: int) -> None:
         self.size = size

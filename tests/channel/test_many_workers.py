@@ -94,7 +94,7 @@ def test_worker_that_waits_for_room_raises_when_the_channel_breaks() -> None:
 @pytest.mark.parametrize("across", ["threads", "processes"])
 @pytest.mark.parametrize("stage", [True, False], ids=["stage", "plain"])
 def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) -> None:
-    """If all workers wait before each item arrives, one worker takes all items.
+    """If all workers are already waiting whenever an item arrives, the same worker takes every item.
 
     In a ring, that worker has a low rank. Plain readers take turns instead.
     """
@@ -128,7 +128,7 @@ def test_same_few_workers_of_a_stage_take_all_items(stage: bool, across: Any) ->
 
 @pytest.mark.skipif(sysconfig.get_config_var("Py_GIL_DISABLED") == 1, reason="needs the GIL")
 def test_at_most_one_reader_per_core_is_woken_at_once() -> None:
-    """Each reader that takes an item wakes the next. While this test has the GIL, none of them can run."""
+    """Each reader that takes an item wakes the next. No reader can run while this test holds the GIL."""
     cores = os.sysconf("SC_NPROCESSORS_ONLN")
     channel: Channel[int] = Channel(across="processes")
     taken: list[int] = []

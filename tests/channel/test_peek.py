@@ -72,7 +72,7 @@ def test_item_beyond_the_limit_is_not_copied() -> None:
     looks = seen(channel, most_bytes=2000)
     assert [one.payload is None for one in looks] == [False, True, False]
     assert looks[1].text() == "<an item of 100,000 bytes>"
-    # this look lacks room for item 2, so it ends before that item; a later look can copy the item
+    # this call has no room for a copy of item 2, so it ends before item 2; a later call can copy item 2
     assert [one.number for one in seen(channel, most_bytes=1999)] == [0, 1]
     assert [one.payload is None for one in seen(channel, first=2, most_bytes=1999)] == [False]
 

@@ -23,7 +23,7 @@ def test_put_waits_briefly_and_once_for_memory_that_readers_hold() -> None:
     kept = []
     for _ in range(2):
         channel.put(ITEM)
-        kept.append(channel.get())  # the array is a view, which keeps its memory from being recycled
+        kept.append(channel.get())  # the array is a view, so its memory cannot be recycled
         for _ in range(2):
             channel.put(ITEM)
             waits.append(channel.stats().write_wait)

@@ -24,7 +24,7 @@ def full(count: int) -> list[Channel[Any]]:
 @pytest.mark.parametrize("chosen", range(3))
 @pytest.mark.parametrize("kind", ["gets", "puts", "ready"])
 def test_select_names_the_channel_of_the_only_possible_operation(kind: str, chosen: int) -> None:
-    """The numbers of gets, puts and ready channels differ, so that a wrong index shows."""
+    """The numbers of gets, puts and ready channels differ, so that a wrong index is noticed."""
     gets, writing, ready = channels(4), full(3), channels(3)
     puts = [(channel, f"new {place}") for place, channel in enumerate(writing)]
     if kind == "gets":

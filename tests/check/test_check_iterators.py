@@ -1,4 +1,4 @@
-"""Test sources that read from an iterator, which works only once.
+"""Test sources that read from an iterator, although an iterator works only once.
 
 An exhausted iterator must raise an error, or the source would seem to be empty.
 """

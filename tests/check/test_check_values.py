@@ -139,7 +139,10 @@ OWN_MODULE = {"__name__": "__main__", "LOCK": LOCK, "threading": threading}
 
 
 def made_in_main(source: str) -> Any:
-    """Return a function as if a script had defined it. It is pickled by value, with the globals it uses."""
+    """Return a function as if a script had defined it.
+
+    The function is pickled by value, with the globals it uses.
+    """
     namespace = dict(OWN_MODULE)
     exec(source, namespace)
     return namespace["f"]

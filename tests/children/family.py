@@ -1,9 +1,9 @@
 """A program with children, and the class through which a test controls and kills it.
 
-The program reads orders as one JSON object per line, and answers in the same format. For each order, it
-starts children and repeats a call to them until the call raises. It then closes the children, and reports
-leaked descriptors, threads and shared memory. All processes of the program inherit a token in their
-environment, by which the test finds survivors.
+The program reads orders as one JSON object per line, and answers in the same format. For each order, the
+program starts children and repeats a call to them until the call raises. The program then closes the
+children, and reports leaked descriptors, threads and shared memory. All processes of the program inherit a
+token in their environment, by which the test finds survivors.
 """
 
 from __future__ import annotations

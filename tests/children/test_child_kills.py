@@ -170,7 +170,7 @@ def test_k1_waiting_call_raises_child_died_with_details(call: str) -> None:
         error = caught.value
         assert (error.number, error.pid, error.signal) == (1, pid, signal.SIGKILL)
         assert error.host in THIS_HOST
-        with pytest.raises(ChildDied):  # later calls also raise it
+        with pytest.raises(ChildDied):  # later calls also raise the error
             blocked_calls(kids)[call]()
         assert psutil.pid_exists(kids[2].pid)
     assert not psutil.pid_exists(pid)

@@ -234,7 +234,7 @@ def test_subscript_that_is_not_a_number_is_refused(kids: Children, which: Any) -
 def test_child_that_has_ended_keeps_its_process_id(kids: Children) -> None:
     pids: list[int] = []
     thread = threading.Thread(target=lambda: pids.extend(kid.pid for kid in kids))
-    with kids._started._reports._lock:  # so that each child's exit is recorded before its process id
+    with kids._started._reports._lock:  # hold the lock, so that the exits come before the ids
         kids.run(lambda parent: os.getpid())
         for state in kids._states:
             assert state.ended.wait(WAIT_S)

@@ -58,7 +58,7 @@ signal.pause()
 def _forked_launchers() -> Iterator[None]:
     """Fork the launchers from a program that has already imported the command line.
 
-    The ranks are new programs.
+    The ranks themselves are not forked; each is a newly started program.
     """
     with scripts.forked("flowchan.cli.commands"):
         yield
@@ -91,7 +91,7 @@ print(json.dumps({name: value for name, value in os.environ.items() if name in N
 
 
 def test_ranks_get_the_environment_variables_of_torchrun(tmp_path: Path) -> None:
-    """The variables contain the rank, the sizes, the group and the restart count."""
+    """A rank's environment variables contain its rank, the sizes, the group and the restart count."""
     expected = {
         "RANK": "RANK", "LOCAL_RANK": "RANK", "ROLE_RANK": "RANK", "GROUP_RANK": "0", "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2", "ROLE_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
@@ -147,7 +147,7 @@ def test_launch_rejects_unknown_option_before_script(tmp_path: Path, args: list[
     ],
 )
 def test_last_line_names_the_rank_that_failed_first(tmp_path: Path, how: str, message: str) -> None:
-    """The line omits ranks that failed only because of another rank's failure."""
+    """The last line does not name ranks that failed only because of another rank's failure."""
     with started(tmp_path, FAILS.replace("HOW", how), "-n", "3") as launcher:
         _, errors = launcher.communicate(timeout=100)
     last = errors.splitlines()[-1]

@@ -49,7 +49,7 @@ def launch_and_kill(script: Path, where: list[str], chosen: random.Random) -> No
     mark = uuid.uuid4().hex
     with scripts.start(*COMMAND, *where, script, env={"LAUNCH_MARK": mark}) as launcher:
         assert launcher.stdout is not None
-        # when the ranks print this line, both have joined, and may even have ended
+        # once the ranks print this line, both ranks have joined, and may even have ended
         ranks = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         agents = [agent.pid for agent in agents_of(psutil.Process(launcher.pid))]
         who, number = chosen.choice(["launcher", "rank", "agent"]), chosen.choice(SIGNALS)

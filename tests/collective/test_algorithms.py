@@ -1,7 +1,7 @@
 """Test that all algorithms of an operation give the same result, even without direct reads.
 
-``explain`` reports the algorithm, and ``set_algorithm`` selects one. Values of built-in types are not pickled
-and arrive unchanged.
+``explain`` reports the algorithm, and ``set_algorithm`` selects an algorithm. Values of built-in types are
+not pickled and arrive unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_each_algorithm_gives_the_same_result(run: Any, operation: str) -> None:
 def test_results_stay_the_same_without_direct_reads(algorithm: str | None, times: int) -> None:
     """Sandboxes and Yama may forbid direct reads.
 
-    A member tries a direct read only once: when the algorithm is selected, or in its first trial.
+    A member tries a direct read only once: when the algorithm is selected, or in the algorithm's first trial.
     """
     if os.getuid():
         pytest.skip("needs root, to become a user whose memory others may not read")
@@ -236,7 +236,7 @@ def test_fastest_plan_is_found_without_direct_reads() -> None:
 
 
 def test_time_of_an_operation_before_a_mismatch_is_ignored(run_on_one_host: Any) -> None:
-    """A time is published with the next matching call, which is a different operation here."""
+    """The next matching call publishes an operation's time. Here, that call is a different operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(300_000, np.float32)

@@ -89,7 +89,7 @@ def test_mismatch_between_members_on_one_host_names_array_and_root() -> None:
 
 
 def test_different_copies_of_a_user_function_are_not_a_mismatch(run: Any) -> None:
-    """Copies are not compared, because each process may have its own copy of the function."""
+    """User functions are not compared, because each process may have its own copy of the same function."""
     found = run(2, lambda g: g.allreduce(g.rank + 3, op=lambda a, b: a * b))
     assert found == [12, 12]
 

@@ -117,7 +117,10 @@ def test_hook_can_replace_the_output_before_the_loss(batches: Batches) -> None:
 
 
 def test_overlap_with_different_numbers_of_samples_matches_no_overlap(batches: Batches) -> None:
-    """A group of two adds in one order, so the parameters are bit-equal. One parameter gets no gradient."""
+    """The order of adding does not matter in a group of two, so the parameters are bit-equal.
+
+    One parameter gets no gradient.
+    """
 
     def train(g: Any, overlap: bool) -> list[Any]:
         made = engine(g, overlap=overlap)

@@ -24,7 +24,7 @@ from flowchan.errors import GroupError, MemberDied, MemberLeft, Mismatch
 
 
 def test_all_survivors_name_a_killed_member() -> None:
-    """The member dies during operations with the others, sometimes in the middle of a large operation."""
+    """The member dies during operations of the group, sometimes in the middle of a large operation."""
 
     def body(g: Any) -> Any:
         x = np.ones(500_000, np.float32)
@@ -177,7 +177,7 @@ def test_mismatch_lists_the_calls_of_all_members(first: Any, second: Any, messag
 @pytest.mark.parametrize("where", [in_threads, over_hosts])
 @pytest.mark.parametrize("size", [2, 3])
 def test_unexpected_part_sizes_raise_mismatch(where: Any, size: int) -> None:
-    """Even members whose own parts fit get the error, on one host and on several."""
+    """Even members whose own parts have the right size get the error, on one host and on several hosts."""
 
     def body(g: Any) -> Any:
         out = [np.empty(3 + (g.rank == 1 and not source)) for source in range(size)]
@@ -457,7 +457,7 @@ raise ValueError("a mistake")
 
 
 def test_failed_program_does_not_wait_for_started_operations() -> None:
-    """The other member waits for the program, so waiting for its operations would never end."""
+    """The other member waits for the program, so a wait for that member's operations would never end."""
     ended = subprocess.run([sys.executable, "-c", MISTAKE], capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1
     assert "ValueError: a mistake" in ended.stderr

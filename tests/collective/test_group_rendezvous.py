@@ -82,7 +82,7 @@ def test_local_rank_is_known_under_each_launcher(launcher: str) -> None:
 
 
 def test_concurrent_jobs_form_separate_groups() -> None:
-    """The jobs stay separate even if one restarts immediately with the same address."""
+    """The two jobs stay separate even if one job restarts immediately with the same address."""
 
     def variables(port: str) -> Callable[[str, str], dict[str, str]]:
         return lambda r, n: LAUNCHERS["torchrun"](r, n) | {"MASTER_PORT": port}

@@ -17,7 +17,7 @@ from flowchan.transport import tcp
 
 
 class UnixSockets:
-    """A transport of abstract Unix sockets, which counts the connections that this process opens."""
+    """A transport of abstract Unix sockets that counts the connections that this process opens."""
 
     name = "Unix sockets"
 

@@ -30,7 +30,7 @@ def raises(*_: Any) -> None:
 
 @pytest.fixture
 def interrupted() -> Iterator[Callable[..., None]]:
-    """Return a function that makes a waiting call, which the signal handler interrupts."""
+    """Return a function that makes a waiting call. The signal handler interrupts this call."""
 
     def run(call: Callable[..., Any], *arguments: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)

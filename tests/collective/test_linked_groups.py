@@ -202,7 +202,7 @@ def test_close_ends_started_operations() -> None:
     """
 
     def body(g: Any) -> Any:
-        if g.rank == 0:  # rank 0 makes its calls after the others have left
+        if g.rank == 0:  # rank 0 makes its calls after the other ranks have left
             with pytest.raises(MemberDied):
                 g.receive(2)
             g.barrier()
@@ -405,7 +405,7 @@ def test_explain_describes_operations_across_hosts() -> None:
 
 
 def test_stats_report_traffic_of_each_connection() -> None:
-    """Each side has received as many bytes as the other has sent.
+    """Each side has received as many bytes as the other side has sent.
 
     Only leaders have connections, one to each other host.
     """

@@ -1,6 +1,6 @@
 """Test that calls accept arguments with any memory layout.
 
-A layout that cannot work raises before anything is sent.
+A call with an unsupported layout raises before anything is sent.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ CONNECTOR = Connector(SECRET, "127.0.0.1")
 
 
 class Received:
-    """The messages of rank 0. The test sends in place of the other members, one of which may have ended."""
+    """The messages of rank 0. The test sends in place of the other members, and one member may have ended."""
 
     def __init__(self) -> None:
         addresses = ["", free_address(), free_address(), free_address()]

@@ -95,7 +95,7 @@ def test_mean_of_floats_divides_by_the_number_of_members(run: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])
 def test_complex_mean_has_equal_bits_on_one_and_several_hosts(run: Any, dtype: Any) -> None:
-    """The bits must not depend on ``run``: both parts are divided, not multiplied by a rounded reciprocal."""
+    """Every ``run`` must divide both parts, because multiplying by a rounded reciprocal gives other bits."""
     parts = [
         np.random.default_rng(rank).standard_normal(2000).astype(dtype(0).real.dtype) for rank in range(3)
     ]

@@ -318,7 +318,7 @@ def test_mean_gradients_use_one_buffer_per_type() -> None:
 
 @pytest.mark.parametrize("run", [in_threads, over_hosts], ids=["one host", "two hosts"])
 def test_elastic_averages_share_one_centre(run: Any, digits: Any) -> None:
-    """The centre equals successive averages over all members, even with different numbers of batches."""
+    """The centre is the result of successive averages over all members, even if some have fewer batches."""
 
     def train(g: Any) -> tuple[float, list[Tensor]]:
         net = model(seed=g.rank)
@@ -359,7 +359,7 @@ def test_elastic_average_follows_its_formula() -> None:
         average.to_centre()
         return [own_rows, net.weight.item()]
 
-    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # moved by 1 and by 2 towards a centre at 1
+    assert ok(in_threads(2, train)) == [[4.0, 4.0], [7.0, 4.0]]  # moved from 5 and 9 towards the centre
     with pytest.raises(ValueError, match="strength must be between 0 and 1"):
         ElasticAverage(nn.Linear(1, 1), None, every=1, strength=1.5)  # type: ignore[arg-type]
 
@@ -439,7 +439,7 @@ class Nothing:
 
 
 def test_gradient_buffers_use_the_device_of_their_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each buffer is on one device, which must finish before other members read the buffer."""
+    """Each buffer is on one device. The device must finish before other members read the buffer."""
     finished: list[str] = []
     monkeypatch.setattr(array_access, "finish", lambda x: finished.append(str(x.device)))
 

@@ -1,7 +1,7 @@
 """Problems that users of other libraries reported, and the tests of the same situations in flowchan.
 
-Each problem lists its tests as ``file::name``, and this file checks that they exist. The last test covers a
-problem that no other file tests.
+Each problem lists its tests as ``file::name``, and this file checks that these tests exist. The last test
+covers a problem that no other file tests.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_shrink_survives_a_death_during_the_call(
 ) -> None:
     """The victim is the member that creates the new group, or another member.
 
-    It dies before the offer, before it joins, or before all members have joined.
+    The victim dies before the offer, before joining, or before all members have joined.
     """
 
     def body(g: Any) -> Any:
@@ -76,7 +76,7 @@ def test_shrink_survives_a_death_during_the_call(
 
 
 def test_shrink_ignores_members_that_left_and_interrupts_waiting_members() -> None:
-    """Two members have left. Others still wait in an operation, which is interrupted."""
+    """Two members have left. Other members still wait in an operation, and their waits are interrupted."""
     survivors = threading.Event()
 
     def body(g: Any) -> Any:

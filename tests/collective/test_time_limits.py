@@ -1,4 +1,4 @@
-"""Test that a timeout covers all steps of a call, and that a slow call without one never fails."""
+"""Test that a timeout covers all steps of a call, and that a call without a timeout never fails."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def steps_of(g: Any, call: Calls) -> list[float]:
 
 @pytest.fixture
 def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the clock with one that advances whenever it is read."""
+    """Replace the clock with a clock that advances whenever it is read."""
     ticks = itertools.count(0.0, 0.001)
     monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
 

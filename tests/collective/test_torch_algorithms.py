@@ -1,8 +1,8 @@
 """Test the backends of torch.distributed as algorithms of a group.
 
-They must give the same results as the native algorithms, and a death during their operations must raise the
-usual error. CUDA tensors use NCCL, which needs devices. Machines without devices test the choice of the
-backend with a dummy backend, and with tensors that have no memory.
+These backends must give the same results as the native algorithms, and a death during their operations must
+raise the usual error. CUDA tensors use NCCL, which needs devices. Machines without devices test the choice of
+the backend with a dummy backend, and with tensors that have no memory.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ except Exception as error:
 
 
 def test_failed_rank_does_not_wait_for_started_operations(torch_programs: Template, tmp_path: Path) -> None:
-    """The other rank waits for the failed rank, so a wait for its operations would never end."""
+    """The other rank waits for the failed rank, so a wait for the other rank's operations would never end."""
     ranks = [
         torch_programs.popen(
             *("-c", MISTAKE, rank, tmp_path / "store"),

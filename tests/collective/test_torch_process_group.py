@@ -60,7 +60,7 @@ DDP = """
 
 @pytest.mark.parametrize("width", [10, 300])
 def test_profiler_records_each_allreduce_of_ddp(width: int, torch_programs: Template, tmp_path: Path) -> None:
-    """A small operation runs in the calling thread, and a large one in another thread."""
+    """A small operation runs in the calling thread, and a large operation runs in another thread."""
     found = lines_of_ranks(torch_programs, tmp_path / "store", DDP.replace("WIDTH", str(width)))
     for lines in found:
         assert [line for line in lines if "USDT" not in line] == ["6 True", "True flowchan:barrier"]
@@ -114,7 +114,7 @@ def test_timeout_of_the_process_group_limits_operations(torch_programs: Template
 
 
 def test_default_timeout_of_torch_limits_no_operation(torch_programs: Template, tmp_path: Path) -> None:
-    """torch does not report whether the program set this timeout, and a rank may simply be slow."""
+    """torch does not report whether the program set this timeout, so flowchan ignores the default."""
     program = """
         init()
         print(dist.group.WORLD._limit)

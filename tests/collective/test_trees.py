@@ -98,8 +98,8 @@ def test_noise_does_not_change_the_tree() -> None:
 def test_each_pair_of_hosts_is_measured_once(hosts: int) -> None:
     lists = [list(meetings(hosts, host)) for host in range(hosts)]
     assert all(sorted(met) == [x for x in range(hosts) if x != host] for host, met in enumerate(lists))
-    # two hosts measure when each host is next on the list of the other; without such a pair, all hosts would
-    # hang
+    # two hosts measure once each is next on the other's list; without such a pair, all hosts would wait
+    # forever
     while any(lists):
         pairs = {tuple(sorted((host, met[0]))) for host, met in enumerate(lists) if met}
         meeting = [(low, high) for low, high in pairs if lists[low][0] == high and lists[high][0] == low]

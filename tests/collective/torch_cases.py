@@ -190,7 +190,7 @@ def receive_from_any_source() -> Any:
 
 @case
 def receive_from_any_source_while_receiving_from_one() -> Any:
-    """Each receive gets the messages with its tag in order, even if the other kind of receive read them."""
+    """Each receive gets the messages with its tag in order, even if the other receive has read them."""
     tags = [7, 8, 8, 7, 7, 7, 8, 7, 8, 8] * 5
     if rank():
         for number, tag in enumerate(tags):

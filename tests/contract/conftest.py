@@ -64,8 +64,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def parameter(transport: Transport, kind: str) -> Any:
     """Return the parameter for a pair of transport and peer.
 
-    A test of a remote transport runs with peers in processes or with peers on hosts, but not with both,
-    because both start slowly.
+    A test of a remote transport runs either with peers in processes or with peers on hosts. Both kinds of
+    peers start slowly.
     """
     remote = "host" in transport.peers and kind != "thread"
     marks = [pytest.mark.alternative(kind)] if remote else []

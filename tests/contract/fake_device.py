@@ -1,4 +1,4 @@
-"""A fake device made of shared files, which tests the protocol for device tensors without a GPU.
+"""A fake device made of shared files, for tests of the protocol for device tensors without a GPU.
 
 Its memory is a memfd. Other processes map the memfd through the owner's ``/proc/<pid>/fd``, which works only
 while the owner is alive. Each process has one stream per device. Enqueued work runs at once, unless the test

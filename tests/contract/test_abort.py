@@ -30,7 +30,7 @@ class TooLate(Exception):
 def cause_seen(call, ch):
     """Return the cause that a peer sees.
 
-    The peer must read it, because an exception's ``__cause__`` is not sent to another process.
+    The peer must read the cause, because an exception's ``__cause__`` is not sent to another process.
     """
     try:
         call(ch)
@@ -46,7 +46,7 @@ def beginning_of_cause_seen(ch):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_every_call_after_abort_raises_broken_from_the_cause(make, call):
-    """C6: this includes a second call, and applies with or without items inside."""
+    """C6: every call raises the error, not only the first call."""
     ch = make()
     ch.put("discarded")
     ch.abort(ValueError("bad wind"))
@@ -89,7 +89,7 @@ def test_every_waiting_writer_raises_broken_from_the_cause(make, spawn_peer, cal
 
 
 def test_put_many_interrupted_by_abort_raises_broken(make, spawn_peer):
-    """C6: the items of the call are discarded, so the error does not count them."""
+    """C6: the items of the interrupted call are discarded, so its error does not count them."""
     ch = make(2)
     peer = spawn_peer(cause_seen, lambda ch: ch.put_many(range(5)), ch)
     wait_blocked(ch, writers=1)
@@ -119,7 +119,7 @@ def test_abort_discards_the_items_inside(make):
 
 
 def test_abort_without_a_cause_raises_plain_broken(make, spawn_peer):
-    """C6: the error has no cause."""
+    """C6: without a cause, the ``Broken`` error also has none."""
     ch = make()
     ch.abort()
     with pytest.raises(Broken) as caught:
@@ -157,7 +157,7 @@ def test_large_cause_arrives_as_exception_or_text(make, spawn_peer, size):
 
 
 def test_the_first_abort_sets_the_cause(make):
-    """C6: later aborts are usually consequences of the first one."""
+    """C6: only the first cause counts, because later aborts are usually its consequences."""
     ch = make()
     ch.abort(ValueError("first"))
     ch.abort(ValueError("second"))
@@ -167,7 +167,7 @@ def test_the_first_abort_sets_the_cause(make):
 
 
 def test_abort_after_close_breaks_a_channel_that_is_not_drained(make):
-    """C6: items inside are lost, so the end must not look clean."""
+    """C6: items inside the channel are lost, so the channel must not look cleanly ended."""
     ch = make()
     ch.put_many([1, 2])
     ch.close()

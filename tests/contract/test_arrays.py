@@ -221,7 +221,7 @@ def test_writes_to_a_received_tensor_stay_private(make):
 
 @pytest.mark.copying
 def test_memory_block_is_freed_with_its_last_view(make):
-    """A slice of the array, or an array made from it, keeps the block as well."""
+    """A slice of the array, or a second array that shares its memory, also keeps the block."""
     ch = make(1)
     ch.put((np.arange(LARGE), torch.arange(LARGE)))
     arrived = ch.get()
@@ -322,7 +322,7 @@ def test_c11_memory_blocks_of_a_killed_process_are_freed(make, spawn_peer, port)
     peer.kill()
     peer.join()
     ch.close()
-    items = list(ch)  # including the item of the process that died
+    items = list(ch)  # with a port, includes the item of the dead process
     assert len(items) == (2 if port else 1)
     del items
     wait_until(lambda: ch.stats().holders == (), what=ch.stats)

@@ -1,8 +1,8 @@
 """C9 for asyncio: ``aput``, ``aget`` and ``async for`` on channels and ports of every transport.
 
 A cancelled call has neither taken nor put an item. A wait occupies no thread, and the event loop keeps
-running. These tests cannot measure whether a blocked await uses CPU time, but it sleeps in the same call as
-``select``.
+running. These tests do not measure the CPU time of a blocked await. A blocked await sleeps in the same call
+as ``select``.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_a_waiting_aput_is_woken_by_another_thread_or_process(make, spawn_peer):
 
 
 def test_coroutines_pass_items_through_a_full_channel(make):
-    """C2, C9: both coroutines run in one loop, and the capacity is 1."""
+    """C2, C9: one coroutine writes and one reads, in the same loop and over a channel with capacity 1."""
 
     async def main():
         ch = make(1)
@@ -276,7 +276,7 @@ def test_timeout_around_aget_takes_no_item(make):
 
 
 def test_cancelled_call_that_was_woken_wakes_the_next_reader(make):
-    """C8, C9: an item has woken the cancelled call, so it must reach another reader."""
+    """C8, C9: the item that has woken the cancelled call must reach another reader."""
 
     async def main():
         for _ in range(50):
@@ -343,7 +343,7 @@ def test_many_cancelled_agets_lose_no_item(make, spawn_peer):
 
 
 def test_many_cancelled_aputs_put_each_item_once(make):
-    """C9: a cancelled call tells correctly whether it has put its item."""
+    """C9: a cancelled call reports correctly whether it has put its item."""
     ch, put = make(2), []
 
     async def write(number):

@@ -1,6 +1,6 @@
 """Invalid arguments raise an error that names the argument, its value and the allowed values.
 
-C13: an item that cannot be serialised raises in put. The error names the part, and the channel stays
+C13: put raises if an item cannot be serialised. The error names the faulty part, and the channel stays
 unchanged.
 """
 
@@ -37,7 +37,7 @@ def test_error_of_capacity_0_names_an_alternative(make):
 
 
 def test_capacity_none_between_processes_raises():
-    """C2: between processes, items need shared memory."""
+    """C2: between processes, the capacity must be finite, because items need shared memory."""
     ch = Channel(None)
     assert repr(ch) == "<Channel(None, across='threads') open, 0 inside>"
     for number in range(100_000):
@@ -173,7 +173,7 @@ def holder_of_a_lock():
     ids=["itself", "attribute", "attribute within", "key", "nested", "captured", "generator"],
 )
 def test_put_of_an_unpicklable_item_names_the_part(make, item, part):
-    """C13: this applies to every method that puts, and the channel stays unchanged."""
+    """C13: every method that puts raises this error, and the channel stays unchanged."""
     ch = make(2)
     ch.put("before")
     for put in (ch.put, ch.put_nowait, lambda item: ch.put_many([item])):
@@ -212,7 +212,7 @@ def fail_to_build():
 
 @pytest.mark.copying
 def test_error_raised_by_pickling_an_item_is_chained(make):
-    """C13: the put raises the user's exception, or one that is chained to it."""
+    """C13: the put raises the user's exception, or an exception that is chained to it."""
     ch = make()
     with pytest.raises(Exception, match="no way to write me down"):
         ch.put(FailsToPickle())
@@ -233,7 +233,7 @@ def test_item_that_cannot_be_unpickled_raises_in_get_once(make):
 
 @pytest.mark.copying
 def test_failed_put_does_not_wake_readers_or_block_writers(make, spawn_peer):
-    """C13: a waiting reader keeps waiting."""
+    """C13: a reader keeps waiting when a put fails."""
     ch = make()
     peer = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)

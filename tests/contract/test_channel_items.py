@@ -130,7 +130,7 @@ def test_a_processes_channel_can_be_put_into_a_threads_channel(make):
 
 
 def test_channel_can_be_an_item_of_itself(make):
-    """C14: such an item is useless, but the put must not hang."""
+    """C14: an item that contains its own channel is useless, but its put must not hang."""
     ch = make()
     ch.put(ch)
     arrived = ch.get()
@@ -204,7 +204,7 @@ def test_channels_in_dropped_unread_items_leave_no_open_descriptor(transport):
 
 
 def test_destructor_of_a_discarded_item_may_use_the_channel():
-    """While such a destructor runs, a ``threads`` channel holds no lock."""
+    """A ``threads`` channel holds no lock while it runs the destructor of an item."""
     ch = Channel(across="threads")
     seen = []
 

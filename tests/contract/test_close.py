@@ -73,7 +73,7 @@ def test_close_by_a_peer_is_visible(make, spawn_peer):
 
 
 def test_a_waiting_put_wakes_and_raises_closed(make, spawn_peer):
-    """C3: the item was not put."""
+    """C3: the waiting put has not put its item."""
     ch = make(1)
     ch.put("before")
     peers = [spawn_peer(ch.put, "waiting") for _ in range(3)]
@@ -179,7 +179,7 @@ def test_get_on_a_drained_channel_always_raises_at_once(make, get):
 
 
 def test_reading_the_last_item_succeeds(make):
-    """C4: only the read after that raises."""
+    """C4: only the read after the last item raises."""
     ch = make()
     ch.put("last")
     ch.close()
@@ -201,7 +201,7 @@ def test_get_many_returns_the_last_items_before_raising_drained(make):
 
 
 def test_iteration_ends_when_drained(make):
-    """C4: iterating again ends at once."""
+    """C4: a second loop over a drained channel ends at once."""
     ch = make()
     ch.put_many(range(4))
     ch.close()

@@ -47,7 +47,7 @@ def test_c12_producer_that_exits_after_its_put_loses_no_item(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_error_names_the_producer_that_exited_abruptly_and_the_remedy(make, spawn_peer, monkeypatch):
-    """The producer's memory may have been opened before or not."""
+    """The error is the same whether or not the reader has already opened the producer's memory."""
     ch = make(64)
     peer = spawn_peer(_put_and_leave, ch, 2)
     pid = peer._process.pid

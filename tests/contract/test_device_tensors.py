@@ -69,7 +69,7 @@ def test_nested_tensors_from_two_devices_are_transferred(make, spawn_peer):
 
 
 def test_many_tensors_share_one_allocation(make):
-    """Torch-ipc also sent the base of the allocation with every tensor."""
+    """Send every tensor with the base of its allocation, as torch-ipc did."""
     ch = make(64)
     for number in range(50):
         ch.put(FakeTensor(np.full(10 * number + 1, number, "u1")))

@@ -91,7 +91,7 @@ class Doubled:
 
 
 def test_stages_on_hosts_forward_device_tensors(monkeypatch):
-    """Tensors go to one agent, then to another, and back to the program."""
+    """Tensors go to one agent, then to a second agent, and then back to the program."""
     monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if "/tests" in path))
     graph, pool = Graph("devices"), local(2)
     made = graph.source(range(1, 6)).map(lambda n: FakeTensor(np.arange(n * 10_000), "fake-B"))
@@ -128,7 +128,7 @@ def remote_channel(server, function):
 
 
 def test_device_bytes_are_sent_to_a_server_and_back():
-    """Corresponds to testCUDAStoragePingPong."""
+    """Corresponds to torch-ipc's testCUDAStoragePingPong."""
 
     def echo(client):
         tensor = client.recv()
@@ -151,7 +151,7 @@ def test_device_bytes_are_sent_to_a_server_and_back():
 def test_device_tensors_are_sent_to_a_server_and_its_clients(view):
     """A broadcast copies to host memory only once.
 
-    Corresponds to testCUDATensor and testNoncontiguousCUDATensor.
+    Corresponds to torch-ipc's testCUDATensor and testNoncontiguousCUDATensor.
     """
     outward = VIEWS[view]()
 

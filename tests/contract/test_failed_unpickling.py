@@ -101,7 +101,7 @@ NOT_NOW += [(OSError, number, "") for number in (errno.EMFILE, errno.ENFILE, err
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("port", [False, True])
 def test_item_that_cannot_be_received_now_is_put_back(make, error, kind, port):
-    """C9: the item is again the next item for any reader, even in a full channel."""
+    """C9: the failed item is again the next item for any reader, even in a full channel."""
     ch = make(3)
     size, buffer = KINDS[kind]
     ch.put_many([Once(size, buffer), "behind", "last"])
@@ -130,7 +130,7 @@ def test_item_that_was_put_back_precedes_later_items(make, spawn_peer):
 
 
 def test_only_the_failed_item_of_a_batch_is_put_back(make):
-    """C1: the call returns the earlier items of the batch."""
+    """C1: the reader keeps the earlier items of the batch; only the failed item is put back."""
     ch = make(8)
     ch.put_many([1, 2, Once(), 4])
     end = ch.reader()
@@ -145,7 +145,7 @@ def test_only_the_failed_item_of_a_batch_is_put_back(make):
 
 
 def test_ctrl_c_in_get_many_reports_the_items_already_taken(make):
-    """C9: the call ends at once, and its exception contains the items."""
+    """C9: Ctrl-C ends the call at once, and the exception contains the items that the call has taken."""
     ch = make(8)
     ch.put_many([1, Once(), 3])
     Once.error = KeyboardInterrupt()

@@ -205,7 +205,7 @@ def test_stage_port_receives_channels(make, transport):
 
 
 def test_receiver_without_free_descriptors_leaves_the_item_in_the_channel(make, transport):
-    """C14: the receiver gets the item when it has descriptors free."""
+    """C14: the receiver gets the item once it has free descriptors."""
     carrier = make()
     put_new(carrier, transport.make)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -237,7 +237,7 @@ def test_channels_in_packed_bytes_arrive_while_the_sender_keeps_them(make, trans
 @pytest.mark.other_process
 @pytest.mark.not_hosts("a channel's address is sent instead of a descriptor")
 def test_put_of_a_channel_reports_why_a_socket_is_unavailable(make, spawn_peer):
-    """C14: everything else works on a system without such sockets."""
+    """C14: everything else works on a system that cannot create sockets for descriptors."""
     carrier = make()
 
     def child():

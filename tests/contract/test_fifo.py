@@ -136,7 +136,7 @@ def test_across_returns_the_transport(make, transport):
 
 
 def test_put_waits_while_the_channel_is_full(make, spawn_peer):
-    """C2: the put continues when there is room, and not earlier."""
+    """C2: a put into a full channel continues when there is room, and not earlier."""
     ch = make(2)
     ch.put_many([0, 1])
     peer = spawn_peer(ch.put, 2)
@@ -194,7 +194,7 @@ def test_get_waits_for_an_item(make, spawn_peer):
 
 
 def test_get_many_waits_for_one_item_and_takes_available_ones(make, spawn_peer):
-    """C1: the call never waits for a second item."""
+    """C1: a call that has one item does not wait for a second item."""
     ch = make()
     ch.put_many(range(3))
     assert ch.get_many(10) == [0, 1, 2]
@@ -244,7 +244,7 @@ def test_put_waits_while_the_channel_contains_max_bytes(make, spawn_peer):
 
 @pytest.mark.copying
 def test_item_much_larger_than_the_other_items_arrives(make, spawn_peer):
-    """C2: ``max_bytes`` limits the size of an item, but the memory currently in use does not."""
+    """C2: only ``max_bytes`` limits the size of an item. The memory currently in use does not limit it."""
     ch = make(2)
     large = os.urandom(1 << 20) * 24
     peer = spawn_peer(lambda: [len(item) if len(item) < 10 else item == large for item in ch])

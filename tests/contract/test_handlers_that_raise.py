@@ -100,7 +100,7 @@ def test_interrupted_get_many_returns_the_items_already_taken(make, handler):
 
 
 def test_interrupted_put_puts_nothing(make, handler):
-    """The put does not retry with cloudpickle, as it would if pickle had failed."""
+    """The interrupted put does not retry with cloudpickle, although it would retry if pickle had failed."""
     ch = make()
     with pytest.raises(TimeIsUp) as caught:
         ch.put_many([1, Sent("second")])

@@ -60,7 +60,7 @@ def answer_after(script, signum):
 
 @pytest.mark.parametrize("call", READS)
 def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
-    """C9: afterwards, no call waits, and the channel works as before."""
+    """C9: after Ctrl-C, no call waits, and the channel works as before."""
     after = "ch.put('next'); print(ch.get())" if "reader()" not in call else "print('next')"
     script = run_until_blocked(across=transport.across, side="readers", prepare="", call=call, after=after)
     assert answer_after(script, signal.SIGINT) == "interrupted 0 0 0\nnext\n"
@@ -68,7 +68,7 @@ def test_ctrl_c_interrupts_a_waiting_reader(transport, call):
 
 @pytest.mark.parametrize("call", WRITES)
 def test_ctrl_c_interrupts_a_waiting_writer(transport, call):
-    """C9: the item was not put, no call waits, and the channel works as before."""
+    """C9: after Ctrl-C, the item was not put, no call waits, and the channel works as before."""
     after = "print(ch.get_many(5))"
     script = run_until_blocked(
         across=transport.across, side="writers", prepare="ch.put(1)", call=call, after=after
@@ -95,7 +95,7 @@ def test_handler_may_close_the_channel_of_the_waiting_call(transport):
 
 
 def test_handler_exception_propagates_from_the_call(transport):
-    """C9: the exception ends the call, as it ends any blocked call of Python."""
+    """C9: the handler's exception ends the call, as it would end any blocked call of Python."""
     prepare = "ch.put(1)\nsignal.signal(signal.SIGUSR1, lambda *_: 1 / 0)"
     call = "[error for error in [None] if catch(lambda: ch.put(2))]"
     catch = """

@@ -93,7 +93,7 @@ def test_a_loan_cannot_be_changed_after_its_put(make):
 
 @pytest.mark.copying
 def test_several_loans_and_a_slice_of_a_loan_arrive(make):
-    """Each item uses one loan in place. Its other arrays are copied."""
+    """Only one loan in each item is used in place. The item's other arrays are copied."""
     ch = make(2)
     first, second = ch.loan(LARGE, "uint8"), ch.loan(LARGE, "uint8")
     first[:], second[:] = 1, 2

@@ -26,7 +26,7 @@ ITEMS = st.one_of(
 
 
 class Model:
-    """The contract as a deque and some counters.
+    """A model of the contract: a deque and some counters.
 
     One user makes all calls, so no call waits. ``hands`` maps each reading port to the number of items that
     it has taken but not finished.

@@ -66,7 +66,7 @@ def test_timeout_raises_empty_when_it_expires_and_not_earlier(make, timeout):
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 0.02, 1e-9])
 def test_timeout_raises_full_when_it_expires_and_not_earlier(make, timeout):
-    """C7: the item was not put."""
+    """C7: a put that raises Full has not put its item."""
     ch = make(1)
     ch.put("inside")
     for call in (ch.put, lambda item, timeout: ch.put_many([item], timeout=timeout)):
@@ -97,7 +97,7 @@ def test_timeout_zero_succeeds_if_no_wait_is_needed(make):
 
 
 def test_timeout_none_waits_without_limit(make, spawn_peer):
-    """C7: the call behaves as if it had no timeout."""
+    """C7: a call with ``timeout=None`` behaves as if it had no timeout."""
     ch = make()
     peer = spawn_peer(lambda: ch.get(timeout=None))
     wait_blocked(ch, readers=1)
@@ -107,7 +107,7 @@ def test_timeout_none_waits_without_limit(make, spawn_peer):
 
 @pytest.mark.parametrize("timeout", [1_000_000, 1e12])
 def test_a_very_long_timeout_is_accepted(make, spawn_peer, timeout):
-    """C7: this includes times that are too long for the clock."""
+    """C7: even a timeout that is too long for the clock is accepted."""
     ch = make(1)
     reader = spawn_peer(lambda: ch.get(timeout=timeout))
     wait_blocked(ch, readers=1)

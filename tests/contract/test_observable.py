@@ -38,7 +38,7 @@ def test_len_counts_items_from_zero_to_capacity(make):
 
 
 def test_stats_count_items_in_and_out(make):
-    """C15: all methods that put and get count."""
+    """C15: items that any method has put or got are counted."""
     ch = make()
     ch.put(1)
     ch.put_nowait(2)
@@ -67,7 +67,7 @@ def test_failed_calls_are_not_counted(make):
 
 @pytest.mark.copying
 def test_stats_count_bytes(make):
-    """C15: the count is at least the size of the items, and never decreases."""
+    """C15: the count of bytes is at least the size of the items, and never decreases."""
     ch = make()
     ch.put(bytes(5_000))
     first = ch.stats().bytes_in
@@ -111,7 +111,7 @@ def test_all_peers_see_the_same_counts(make, spawn_peer):
 
 
 def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
-    """C15: the waiting call uses the same channel."""
+    """C15: a call that waits on the channel does not block a look at its statistics."""
     ch = make(1)
     peer = spawn_peer(ch.get)
     wait_blocked(ch, readers=1)
@@ -122,7 +122,7 @@ def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
 
 
 def test_stats_returns_a_frozen_value(make):
-    """C15: the value cannot be changed, and later changes of the channel do not affect it."""
+    """C15: the statistics cannot be changed, and later changes of the channel do not affect them."""
     ch = make()
     stats = ch.stats()
     ch.put(1)

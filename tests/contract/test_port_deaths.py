@@ -1,6 +1,6 @@
 """C5: when a process ends without closing its port, the port counts as closed.
 
-If the port was a writer, the end of the channel is not clean. Even users that only poll notice this.
+If the port was a writer, the end of the channel is not clean. Even users that only poll notice the death.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def open_reader_and_stay(ch):
 
 @pytest.mark.other_process
 def test_process_exit_with_an_open_writer_breaks_the_channel(make, spawn_peer):
-    """C5: the process exits normally, and its items stay readable."""
+    """C5: the writer's process exits normally, and the items that it has put stay readable."""
     ch = make()
     kept = []
 
@@ -176,7 +176,7 @@ def test_channel_closed_after_a_writers_death_still_ends_broken(make, spawn_peer
 
 @pytest.mark.other_process
 def test_writer_that_dies_after_close_does_not_break_the_channel(make, spawn_peer):
-    """C4, C5: the writer could not have put any more items."""
+    """C4, C5: nothing is lost, because the writer could not have put any more items."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -225,7 +225,7 @@ def test_port_used_in_a_child_belongs_to_the_child(make, spawn_peer):
 @pytest.mark.other_process
 @pytest.mark.parametrize("poll", ["get_nowait", "get, timeout", "select", "aget", "broken", "closed"])
 def test_reader_that_only_polls_notices_a_writers_death(make, spawn_peer, poll):
-    """C5: the reader makes no call that waits for long."""
+    """C5: the reader only makes calls that do not wait for long."""
     ch = make()
     peer = spawn_peer(open_writer_and_stay, ch)
     wait_stats(ch, items_in=3)
@@ -301,7 +301,7 @@ def test_put_nowait_notices_the_last_readers_death(make, spawn_peer):
 
 @pytest.mark.other_process
 def test_killing_the_last_reader_closes_the_channel(make, spawn_peer):
-    """C5: a writer that fills the channel gets Closed instead of waiting forever."""
+    """C5: a writer that fills the channel without a reader gets Closed instead of waiting forever."""
     ch = make(2)
     peer = spawn_peer(open_reader_and_stay, ch)
     wait_stats(ch, readers=1)

@@ -60,7 +60,7 @@ def test_closing_the_last_writer_closes_the_channel(make):
 
 
 def test_closing_the_last_reader_closes_the_channel(make):
-    """C5: puts then raise Closed. While other readers remain, nothing changes."""
+    """C5: puts raise Closed once the last reader has closed. While other readers remain, nothing changes."""
     ch = make()
     first, second = ch.reader(), ch.reader()
     first.close()
@@ -100,7 +100,7 @@ def test_closed_port_of_an_open_channel_rejects_calls(make):
 
 
 def test_leaving_the_with_block_closes_the_port(make):
-    """C5: this applies whether or not the block raises."""
+    """C5: the port is closed whether or not the block raises."""
     ch = make()
     with ch.writer() as out, ch.reader() as into:
         out.put(1)

@@ -30,9 +30,9 @@ def hold(reply, over):
 
 @pytest.fixture(scope="module", autouse=True)
 def remote_channel():
-    """Yield a channel that another process owns. Its method ``_another`` makes more such channels.
+    """Yield a channel that another process owns; its method ``_another`` makes more channels there.
 
-    Its connection is already in use when a test starts to count processes or threads.
+    The channel's connection is already in use when a test starts to count processes or threads.
     """
     if not native.is_compiled():
         yield None
@@ -84,7 +84,7 @@ def several_local(request):
 
 
 def counts(channels):
-    """Return how many operations the channels have completed. Each select must add one."""
+    """Return how many operations the channels have completed. Each select must add one operation."""
     return sum(ch.stats().items_in + ch.stats().items_out for ch in channels)
 
 
@@ -107,7 +107,7 @@ def test_select_puts_into_the_channel_with_room(several):
 
 
 def test_select_does_exactly_one_of_many_possible_operations(several):
-    """C10: several gets and puts are possible at once."""
+    """C10: several gets and puts are possible at the same time."""
     channels = several(6)
     for ch in channels[:3]:
         ch.put_many(range(10))
@@ -157,13 +157,13 @@ def test_select_raises_for_an_item_that_cannot_be_sent():
 
 @pytest.mark.parametrize("gets", [[3], [None], ["channel"]])
 def test_select_names_an_argument_of_the_wrong_type(gets):
-    """C10: the error names the argument."""
+    """C10: the error names the invalid argument."""
     with pytest.raises(TypeError, match="select: gets must be channels or In ports"):
         select(gets)
 
 
 def test_select_rejects_puts_that_are_not_pairs():
-    """C10: iterating over a channel would wait for items."""
+    """C10: ``puts`` may not be a channel itself, because iterating over a channel would wait for items."""
     for puts in (ch := Channel(4), [ch], [(ch, 1, 2)], [3]):
         with pytest.raises(TypeError, match="select: puts must be"):
             select(puts=puts)
@@ -172,7 +172,7 @@ def test_select_rejects_puts_that_are_not_pairs():
 
 
 def test_select_rejects_a_channel_instead_of_a_list(several_local):
-    """C10: iterating over the channel would take its items."""
+    """C10: the gets may not be a channel itself, because iterating over a channel would take its items."""
     (ch,) = several_local(1)
     check_that_no_list_is_refused(ch)
 
@@ -220,7 +220,7 @@ def test_select_waits_on_128_channels(several_local):
 
 @pytest.mark.parametrize("timeout", [0, 0.02])
 def test_select_that_times_out_does_nothing(several, timeout):
-    """C7, C10: the error is both an Empty and a Full, so either ``except`` clause works."""
+    """C7, C10: the error is both an Empty and a Full, so either class catches it."""
     a, b = several(2, capacity=1)
     b.put("old")
     for kind in (NothingReady, Empty, Full, TimeoutError):
@@ -376,7 +376,10 @@ def test_empty_channels_do_not_bias_the_choice(several, before):
 
 
 def test_nonblocking_select_finds_an_item_that_moves_between_channels(several, make_gate, long_walk):
-    """C10: exactly one of two channels has an item at any moment. Checking them in turn must not miss it."""
+    """C10: exactly one of two channels has an item at any moment.
+
+    A select that checks the channels in turn must not miss the item.
+    """
     first, second = channels = several(2)
     first.put("item")
     gate = make_gate(1)

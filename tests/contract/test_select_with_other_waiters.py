@@ -84,7 +84,10 @@ except KeyboardInterrupt:
 
 
 def test_selects_and_plain_gets_share_items_across_processes():
-    """C8, C10: processes and threads put items, which selects with timeouts share with plain readers."""
+    """C8, C10: processes and threads put items.
+
+    Selects with timeouts and plain readers compete for these items.
+    """
     shared, local = Channel(3, across="processes"), Channel(3)
     each = 500
 

@@ -65,8 +65,8 @@ def test_every_item_is_received_once_in_its_writers_order(
 ):
     """C1, C4, C5, C8: with capacity 1, every item wakes a user; with a large capacity, few items do.
 
-    If several remote readers share the channel, an item recalled from one of them may arrive after later
-    items.
+    If several remote readers share the channel, an item recalled from one of these readers may arrive after
+    later items.
     """
     writers, readers = SHAPES[shape]
     items = ITEMS if long_walk else FEWER
@@ -146,7 +146,7 @@ def test_many_channels_pass_through_channels(make, spawn_peer, make_gate, transp
 
 
 def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_peer):
-    """C1, C4, C5: all channels in the chain are small."""
+    """C1, C4, C5: items pass through a chain of small channels, and each end is passed on."""
     stages, items = 5, 400
     chain = [make(2) for _ in range(stages + 1)]
 
@@ -163,7 +163,7 @@ def test_chain_of_channels_drains_after_its_first_channel_closes(make, spawn_pee
 
 
 def test_close_during_puts_and_gets_loses_no_item(make, spawn_peer, make_gate, long_walk):
-    """C3, C4: readers get all items from before the close, and all later puts raise Closed."""
+    """C3, C4: readers get all items that were put before the close, and all later puts raise Closed."""
     for _ in range(10 if long_walk else 2):
         ch = make(4)
         gate = make_gate(4)

@@ -156,7 +156,7 @@ GROUPS = {
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_values_arrive_as_they_were_sent(make, group):
-    """Each value is sent separately."""
+    """The test puts each value as a separate item."""
     ch = make(1)
     for sent in GROUPS[group]:
         ch.put(sent)

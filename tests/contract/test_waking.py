@@ -11,7 +11,7 @@ K = 4
 
 
 def test_each_item_wakes_one_reader(make, spawn_peer):
-    """C8: the other readers keep waiting."""
+    """C8: each item wakes one reader, and the other readers keep waiting."""
     ch, done = make(), make()
     peers = [spawn_peer(lambda: done.put(ch.get())) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -34,7 +34,7 @@ def test_k_consecutive_puts_wake_k_readers(make, spawn_peer):
 
 
 def test_a_batch_of_k_items_wakes_k_readers(make, spawn_peer):
-    """C8: one batch wakes as many readers as single puts."""
+    """C8: one batch wakes as many readers as single puts would."""
     ch = make()
     peers = [spawn_peer(ch.get) for _ in range(K)]
     wait_blocked(ch, readers=K)
@@ -69,7 +69,7 @@ def test_k_gets_wake_k_writers(make, spawn_peer):
 
 
 def test_get_many_of_k_items_wakes_k_writers(make, spawn_peer):
-    """C8: one batch wakes as many writers as single gets."""
+    """C8: one batch wakes as many writers as single gets would."""
     ch = make(K)
     ch.put_many(["old"] * K)
     peers = [spawn_peer(ch.put, i) for i in range(K)]
@@ -182,7 +182,7 @@ def test_get_after_a_users_own_put_never_blocks(make, spawn_peer, make_gate):
 
 @pytest.mark.one_machine("the test would start forty programs")
 def test_reader_does_not_sleep_while_an_item_is_available(make, spawn_peer, make_gate):
-    """C8: this applies to items of any writer, and to any order of wake-ups."""
+    """C8: a reader gets an item of any writer, in any order of wake-ups."""
     ch = make(1)
     for _ in range(10):
         gate = make_gate(2)
@@ -205,7 +205,7 @@ def test_counts_of_waiting_users_return_to_zero(make, spawn_peer):
 
 
 def test_large_item_waiting_for_room_does_not_delay_small_items(make, spawn_peer):
-    """C8: the large item waits in vain, waking repeatedly, while small items overtake it."""
+    """C8: the writer of the large item wakes repeatedly in vain, while small items overtake it."""
     ch = make(100, max_bytes=100_000)
     ch.put_many([bytes(1_000)] * 20)
     large = spawn_peer(ch.put, bytes(90_000))

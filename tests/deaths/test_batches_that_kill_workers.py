@@ -147,7 +147,7 @@ def test_batch_with_max_deaths_of_1_fails_as_a_whole() -> None:
 
 
 def test_later_batch_is_not_suspected_after_an_idle_worker_died() -> None:
-    """The replacement of an idle worker must not blame that worker's death on an earlier batch."""
+    """When a worker dies while it is idle, its death must not be blamed on an earlier batch."""
     deaths = Deaths("first", times=2)
 
     def fragile(numbers: list[int]) -> list[int]:

@@ -42,7 +42,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows() -> None:
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # from a member that has the sum; new members have none
+            group.broadcast(self.sum)  # a member that has the sum sends it to new members
             for number in numbers:
                 self.deaths.at(number)
                 total, n = group.allreduce_with(np.array([0.1 * number]), add)

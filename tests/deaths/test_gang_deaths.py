@@ -15,7 +15,7 @@ def add(a: int, b: int) -> int:
 
 
 def test_death_restarts_the_gang_with_its_current_items() -> None:
-    """Each item has one output, and no worker is blamed for the deaths of others."""
+    """Each item has one output, and no worker is blamed for the deaths of other workers."""
     deaths = Deaths(3, 11, 12, 29)
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:

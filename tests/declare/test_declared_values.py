@@ -1,4 +1,4 @@
-"""Test that declared stages and placements are values, which can be pickled."""
+"""Test that declared stages and placements are values that can be pickled."""
 
 from __future__ import annotations
 

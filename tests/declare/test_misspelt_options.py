@@ -1,4 +1,4 @@
-"""Test that operators reject a misspelt option at once, and suggest the closest one."""
+"""Test that operators reject a misspelt option at once, and suggest the closest option."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def printed_by(action: Callable[[], None]) -> str:
 
 
 def run_page(path: str) -> None:
-    # A block must not see names of this module or of other blocks, so each one gets a new ``__main__``.
+    # A block must not see names of this module or of other blocks, so each block gets a new ``__main__``.
     ours = sys.modules["__main__"]
     for block in blocks(Path(path).read_text()):
         if block.language not in ("python", "sh"):

@@ -1,4 +1,7 @@
-"""Run the replicas example as a user would. The replicas train together in one graph, which ends cleanly."""
+"""Run the replicas example as a user would.
+
+The replicas train together in one graph, and the graph ends cleanly.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ BATCHES = 44  # per epoch
 
 
 def test_replicas_train_together_until_the_data_ends(torch_programs: Template) -> None:
-    """Each batch goes to one replica. Both take part in each step until one has no more batches."""
+    """Each batch goes to one replica.
+
+    Both replicas take part in each step until one of them has no more batches.
+    """
     done = torch_programs.run(EXAMPLE, "--epochs", 6)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

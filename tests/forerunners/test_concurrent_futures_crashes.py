@@ -4,9 +4,8 @@ Tasks crash their worker, exit, or cannot be pickled or unpickled. Each test has
 but none of its code. After such a task, CPython's pool is broken or fails other tasks, whereas a TaskPool
 continues.
 
-If its worker dies, the task raises ``WorkerDied``. If unpickling the task or its result raises, the task
-raises the same exception. If pickling raises, the task raises a ``TypeError`` that contains the part and the
-reason.
+A task raises ``WorkerDied`` if its worker dies. If unpickling the task or its result raises, the task raises
+the same exception. If pickling raises, the task raises a ``TypeError`` that contains the part and the reason.
 """
 
 from __future__ import annotations

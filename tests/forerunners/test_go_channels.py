@@ -27,7 +27,8 @@ The following cases are left out:
 ``TestShrinkStackDuringBlockedSend``, ``TestNoShrinkStackWhileParking``
     They test the stacks of goroutines.
 ``powser1``, ``powser2``, ``select8``
-    The first two are whole programs, like ``sieve1``, and a ``break`` in a Python ``for`` loop needs no test.
+    ``powser1`` and ``powser2`` are whole programs, like ``sieve1``. ``select8`` tests ``break``, which needs
+    no test in Python.
 """
 
 from __future__ import annotations

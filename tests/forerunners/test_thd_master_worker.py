@@ -39,8 +39,10 @@ def nodes(one_compute_thread: None) -> Iterator[RemoteNodes]:
 
 @pytest.fixture(autouse=True)
 def no_leftovers() -> None:
-    """Do not check for leftovers after each test: the nodes live until the last test, and open descriptors
-    late."""
+    """Do not check for leftovers after each test.
+
+    The nodes live until the last test, and may open descriptors during any test.
+    """
 
 
 def test_float_tensor_is_created_on_a_node(nodes: RemoteNodes) -> None:

@@ -1,8 +1,8 @@
 """Test groups with the cases from torch-ipc's tests of ``Tree``.
 
-They use ``allreduce_with``, ``join`` and ``broadcast``. The members are threads, as in the original. Each
-test has the name of the original test but none of its code. The following original tests have no counterpart
-here, or a different result:
+The tests use ``allreduce_with``, ``join`` and ``broadcast``. The members are threads, as in the original.
+Each test has the name of the original test but none of its code. The following original tests have no
+counterpart here, or a different result:
 
 ``base``, ``buildTree``
     A group does not need the shape of a tree. On one host, members read each other's values in shared memory;
@@ -73,7 +73,7 @@ def test_tree_multiple_tensors(run: Run) -> None:
 
 
 def test_uneven_number_of_steps(run: Run) -> None:
-    """The k-th member has k steps and then joins the steps of the others."""
+    """The k-th member has k steps and then joins the steps of the other members."""
     size = 6
 
     def body(g: Any) -> Any:

@@ -62,5 +62,5 @@ def test_part_of_the_torch_suite_passes_as_with_gloo(torch_programs: Template, t
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_whole_torch_suite_passes_as_with_gloo(torch_programs: Template, tmp_path: Path) -> None:
-    """Torch 2.13 without GPUs runs 91 of its 285 tests on three ranks, and skips the others."""
+    """Torch 2.13 without GPUs runs 91 of its 285 tests on three ranks, and skips the other tests."""
     assert compare(torch_programs, tmp_path, []) >= 90

@@ -17,9 +17,9 @@ async ``reduce``, ``sendreceivenext`` and ``allgather``
 ``parameterserver``
     flowchan has no parameter server.
 ``async``, ``blockSequential``
-    The first only prints times. The second divides a module's parameters into blocks, to overlap their
-    allreduce with the backward pass. On a group, torch's DistributedDataParallel does this with its buckets:
-    tests/collective/test_torch_backend.py.
+    ``async`` only prints times. ``blockSequential`` divides a module's parameters into blocks, to overlap
+    their allreduce with the backward pass. On a group, torch's DistributedDataParallel does this with its
+    buckets: tests/collective/test_torch_backend.py.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def by_levels(x: Any, *groups: Any) -> Any:
 def test_hierarchical_communicators(size: int) -> None:
     """Groups are split off by rank modulo 3, and each is split into two groups of different sizes.
 
-    The groups have the expected members and leaders, and a sum level by level equals the flat sum.
+    The groups have the expected members and leaders, and a sum that is computed level by level equals the
+    flat sum.
     """
 
     def body(g: Any) -> None:
@@ -203,7 +204,7 @@ def test_sendreceivenext(run: Run) -> None:
 
 
 def test_allgather(run: Run) -> None:
-    """The inputs grow with the rank. They are gathered into one table and into a new result."""
+    """The inputs grow with the rank. All inputs are gathered into one table and into a new result."""
 
     def body(g: Any) -> None:
         for dtype, length in cases():

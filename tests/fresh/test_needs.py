@@ -1,6 +1,7 @@
 """Test that an installation lists all missing requirements at once, with their Debian packages.
 
-It must leave no partial installation. ``make fresh`` checks the same in a real, bare Debian.
+The failed attempt must leave no partial installation behind. ``make fresh`` checks the same in a real, bare
+Debian.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make and check large items on hosts, and kill agents in the middle of it."""
+"""Make and check large items on hosts, and kill agents while this goes on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def kill_once(folder: Path, number: int, agent: bool) -> None:
 
 
 class CheckAndKill:
-    """Checks items. At some of them, kills the calling worker or its agent."""
+    """Checks items, and kills the calling worker or its agent at some of these items."""
 
     def __init__(self, folder: Path, at: frozenset[int], agent: bool = True) -> None:
         self.folder, self.at, self.agent = folder, at, agent

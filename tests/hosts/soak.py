@@ -1,7 +1,7 @@
 """Run graphs over hosts under chaos for some minutes, and compare every result exactly.
 
-The chaos kills workers and agents, cuts and resets connections, and silences hosts for less or more than the
-``peer_timeout``. The wires add a delay. Run it with ``python -m tests.hosts.soak --minutes 5 --seed 1``.
+The chaos kills workers and agents, cuts and resets connections, and silences hosts for shorter or longer than
+the ``peer_timeout``. The wires add a delay. Run it with ``python -m tests.hosts.soak --minutes 5 --seed 1``.
 """
 
 from __future__ import annotations

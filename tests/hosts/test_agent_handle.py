@@ -73,7 +73,7 @@ def test_agent_survives_a_recently_broken_connection():
 
 
 def test_agent_that_never_connected_does_not_delay_program_exit():
-    """The agent has nothing to finish, so Ctrl-C ends the program at once while agents are starting."""
+    """An agent that is still starting has nothing to finish, so Ctrl-C ends the program at once."""
     with unconnected_agent() as agent:
         agent.leave()
         agent.close(math.inf)
@@ -89,7 +89,7 @@ def test_command_without_room_does_not_block_its_sender():
 
 
 def test_blocked_reports_do_not_delay_fencing():
-    """The supervisor may be busy, so the thread that receives reports may have to wait for it."""
+    """The supervisor may be busy, so the thread that receives reports may have to wait for the supervisor."""
     entered, may_go_on = threading.Event(), threading.Event()
 
     def ends(_: agent_handle.AgentHandle) -> bool:

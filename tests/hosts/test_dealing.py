@@ -195,7 +195,7 @@ def test_each_worker_runs_on_its_assigned_host() -> None:
     chosen = ["local-3", "local-1", "local-1", "local-2"]
 
     def where(barrier: Any, number: int) -> tuple[int, str]:
-        barrier.wait()  # all calls run at once, so no worker can run two of them
+        barrier.wait()  # all calls overlap, so no worker can run two of them
         return worker().number, worker().host
 
     barrier = pipelines.Barrier(4, across="hosts")

@@ -50,7 +50,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
 
         def __call__(self, numbers: In[int], group: Group, out: Out[tuple[Any, ...]]) -> None:
             self.sizes.append(group.size)
-            group.broadcast(self.sum)  # from a member that has the sum; new members have none
+            group.broadcast(self.sum)  # a member that has the sum sends it to new members
             for number in numbers:
                 if number == 5:
                     once(tmp_path, number, kill_worker)
@@ -84,7 +84,7 @@ def test_elastic_gang_continues_with_fewer_members_and_regrows(tmp_path: Path, w
 @pytest.mark.parametrize("workers", [2, 4])
 @pytest.mark.parametrize("deed", [kill_worker, kill_agent], ids=["worker", "agent"])
 def test_elastic_gang_puts_each_output_once(tmp_path: Path, deed: Callable[[], Any], workers: int) -> None:
-    """Items that several members have started again, or of a lost host, also have their outputs once."""
+    """Each item has its outputs once, even if several members have started it or its host was lost."""
     points = {(0, 0), (7, 1), (7, 2), (8, 1), (20, 2), (29, 0)}
 
     def work(items: In[int], group: Group, out: Out[tuple[int, int]]) -> None:

@@ -138,7 +138,7 @@ def test_host_with_insufficient_gpus_is_named() -> None:
     graph.source(range(8)).map(seen, on=local(2), workers=7, gpus=1, name="far").sink(print)
     with pytest.raises(RunError) as caught:
         graph.run()
-    for error in caught.value.exceptions:  # both hosts may get a worker too many
+    for error in caught.value.exceptions:  # either host may be the one with too many workers
         assert re.search("host 'local-[12]'", str(error))
         assert re.search(
             "worker far [1-7] needs 1 GPU, but only 0 of 3 GPUs on this host are free", str(error)

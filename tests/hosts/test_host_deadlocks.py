@@ -205,7 +205,7 @@ def test_broken_connection_is_not_a_deadlock(looks: list[Waits]) -> None:
     def then(run: Run) -> None:
         cut()
 
-    # wait for a report that says that no worker could continue
+    # repeat until a report says that no worker could continue
     while not looks or all(one.moves for one in looks):
         assert round_and_round(Wire(delay=0.005), 60, then) == [0]
 

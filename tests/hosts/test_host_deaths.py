@@ -114,7 +114,7 @@ def test_workers_of_a_killed_agent_die_with_their_agent() -> None:
 
 
 def test_dead_agents_are_released_during_the_run() -> None:
-    """The link of a dead agent holds descriptors, and a run may last for days."""
+    """The link of a dead agent holds descriptors, which a run of several days must not keep."""
 
     def lives() -> int:
         gc.collect()
@@ -122,7 +122,7 @@ def test_dead_agents_are_released_during_the_run() -> None:
 
     gate, kills = Gate(), 4
     graph = Graph("lasting")
-    # An item that was held by many dying workers would otherwise count as failed.
+    # With a lower max_deaths, an item that many dying workers have held would count as failed.
     result = graph.source(range(2)).map(gate.wait, on=local(1), max_deaths=kills + 1).collect()
     run = graph.start()
 

@@ -237,7 +237,7 @@ def test_provider_that_cannot_start_agents_is_reported_at_the_start() -> None:
 
 
 def test_remote_worker_finishes_its_threads_after_the_run(tmp_path: Path) -> None:
-    """The end of the run does not kill the worker: like a local one, it may finish."""
+    """The end of the run does not kill the worker: like a local worker, it may finish its threads."""
 
     def at_the_end() -> None:
         threading.main_thread().join()
@@ -270,7 +270,7 @@ def test_output_larger_than_the_drivers_memory_fails_in_its_stage() -> None:
 def test_item_larger_than_the_hosts_memory_ends_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # limit of the agents for the size of an item
+    # the agents' limit on the size of an item
     monkeypatch.setattr(hosts_part, "most_bytes", lambda: 1_000_000)
     graph = Graph("large")
     graph.source([b"", bytes(2_000_000)]).map(len, on=local(1)).sink(abs)

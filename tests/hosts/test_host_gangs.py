@@ -59,7 +59,7 @@ def test_each_remote_worker_is_a_member_of_one_group() -> None:
 
 
 def summed(numbers: In[int], group: Group, out: Out[int]) -> None:
-    """Pass on numbers. After each one, the members synchronise until none of them has another."""
+    """Pass on numbers. The members synchronise after each number, until no member has a number left."""
     for number in numbers:
         group.allreduce_with(number, add)
         out.put(number)
@@ -110,7 +110,7 @@ def test_gang_ends_when_its_readers_are_gone(
 ) -> None:
     """The members may notice the end in different rounds.
 
-    Some find that others are missing before they learn why.
+    Some members find that other members are missing before they learn the reason.
     """
     graph = Graph("gang")
     how: dict[str, Any] = dict.fromkeys(options, True)
@@ -134,8 +134,10 @@ class Mortal:
 def test_worker_that_starts_after_a_peer_died_does_not_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker's host lacks a module and requests it by value. In the meantime a peer died, and the
-    supervisor ended this worker before it had a process."""
+    """The worker's host lacks a module and requests it by value.
+
+    Before the module arrives, a peer dies, and the supervisor ends this worker, which has no process yet.
+    """
     send, end, may = HostsPart._send_by_value, HostsPart.terminate, tmp_path / "may"
     late: list[tuple[Lacking, WorkerPorts]] = []
 
@@ -173,7 +175,7 @@ def test_only_the_original_failure_of_a_gang_is_reported() -> None:
 
 
 class Unfinished:
-    """A stage whose second worker raises before it has joined the others."""
+    """A stage whose second worker raises before it has joined the other workers."""
 
     def __init__(self) -> None:
         if worker().number == 2:
@@ -214,7 +216,7 @@ def test_death_restarts_the_gang_with_its_current_items(tmp_path: Path, deed: Ca
 def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
     """Through its channels, the worker learns that its agent is lost, and ends.
 
-    Its peers treat this as a death, so all workers restart.
+    The worker's peers treat its end as a death, so all workers restart.
     """
 
     def work(numbers: In[int], group: Group, out: Out[int]) -> None:
@@ -236,7 +238,7 @@ def test_worker_that_loses_its_agent_counts_as_dead(tmp_path: Path) -> None:
 
 
 def test_worker_that_raises_member_died_restarts_the_gang(tmp_path: Path) -> None:
-    """The peers may learn of this worker before they learn of the missing member."""
+    """The other members may learn that this worker has ended before they learn of the missing member."""
 
     def miss() -> None:
         raise MemberDied("one is missing")

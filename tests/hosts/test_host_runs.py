@@ -45,7 +45,7 @@ def test_map_keeps_order_and_spreads_workers_evenly_over_hosts() -> None:
     graph = Graph("squares")
     squares = graph.source(range(1000)).map(square, on=local(2), workers=4).collect()
     run = graph.start()
-    gate.wait_held(4)  # until each worker has one item
+    gate.wait_held(4)  # wait until each worker has one item
     gate.open()
     found = run.wait()[squares]
     assert [square for square, _, _ in found] == [number * number for number in range(1000)]

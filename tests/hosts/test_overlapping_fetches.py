@@ -1,4 +1,4 @@
-"""An agent requests outputs from another agent without waiting for earlier ones."""
+"""An agent requests outputs from another agent without waiting for the outputs that it requested earlier."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 
 
 def killed_once(path: Path, number: int) -> int:
-    """Kill this worker at the first call for one in twenty numbers."""
+    """Return the number, but kill this worker at the first call with every twentieth number."""
     mark = path / str(number)
     if number % 20 == 7 and not mark.exists():
         mark.touch()

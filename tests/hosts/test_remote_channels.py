@@ -152,7 +152,7 @@ def test_idle_remote_reader_keeps_no_items_from_other_readers():
 
 
 def test_polling_a_remote_port_gets_items_and_then_drained():
-    """A poll shorter than a round trip may find no item, but a later one does."""
+    """A poll shorter than a round trip may find no item, but a later poll finds the item."""
     numbers = make()
     numbers.put_many(range(9))
     numbers.close()
@@ -226,7 +226,7 @@ def test_waiting_remote_get_counts_as_one_waiting_reader():
 
 
 def test_every_cancelled_remote_call_gets_a_reply():
-    """C12: this includes calls that the owner has not started. The client forgets all of these calls."""
+    """C12: even a call that the owner has not started gets a reply. The client forgets all these calls."""
     channel = make()
 
     async def cancel():

@@ -70,7 +70,7 @@ def test_broken_connection_neither_loses_nor_repeats_items():
 
 
 def test_killed_remote_writer_breaks_the_channel():
-    """C5: a writer that dies has not closed the channel."""
+    """C5: a writer's death is not a clean end, so it does not count as a close."""
     channel, ready = make(), make()
 
     def write():
@@ -96,7 +96,7 @@ def test_program_that_exits_with_an_open_writer_breaks_the_channel():
     channel = make()
 
     def write():
-        builtins.kept = channel.writer()  # so that the garbage collector does not close it
+        builtins.kept = channel.writer()  # so that the garbage collector does not close the port
         builtins.kept.put(1)
 
     HostPeer(write).result()
@@ -259,7 +259,7 @@ def test_calls_raise_broken_after_the_owner_has_exited():
 
 
 def test_forked_child_can_use_its_parents_remote_channels():
-    """The child has its own connection, whose break does not affect the parent."""
+    """The child has its own connection. A break of that connection does not affect the parent."""
     channel = make()
 
     def fork():
@@ -287,7 +287,7 @@ def test_releasing_the_last_handle_leaves_no_resources_behind():
 
 
 def test_aborted_channel_releases_its_clients_without_garbage_collection():
-    """C12: links hold descriptors, and a program that allocates little seldom runs the collector."""
+    """C12: a link must not hold descriptors until the collector runs, because some programs seldom run it."""
     channel, ready = make(), make()
     (server,) = serving._servers
 
@@ -311,7 +311,7 @@ def test_aborted_channel_releases_its_clients_without_garbage_collection():
 
 
 def test_server_may_end_once_its_last_channel_is_released():
-    """The server's thread learns of the release, and may check before any other code runs."""
+    """The server's thread may check whether to end before any other code runs after the release."""
     channel, found = make(), []
     (server,) = serving._servers
     weakref.finalize(channel, lambda: found.append(server.is_over()))
@@ -379,7 +379,7 @@ def test_unresponsive_owner_does_not_block_use_of_other_owners():
 
 
 def test_server_says_goodbye_to_all_clients_concurrently():
-    """A client that never gets the goodbye does not delay the others."""
+    """A client that never gets the goodbye does not delay the other clients."""
     server, sent = ChannelServer(kept=True), []
 
     class Deaf:

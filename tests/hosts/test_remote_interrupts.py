@@ -1,6 +1,6 @@
 """Test Ctrl-C at every point where a remote call checks for signals (C9).
 
-The item goes to the next call in this process, and the owner counts no waiting reader afterwards.
+After the interrupt, the item goes to the next call in this process, and the owner counts no waiting reader.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_opening_a_channel_twice_returns_the_same_object():
 
 
 def test_owner_has_one_object_for_a_channel_only_in_transit(monkeypatch):
-    """C13: this also holds if two threads look for the channel at once."""
+    """C13: the owner has only one object even if two threads look for the channel at once."""
     carrier, sent = make(), make()
     carrier.put(sent)
     server, number = sent._reached.server, sent._reached.number
@@ -279,7 +279,7 @@ def interrupt(which, call, *arguments):
 
 
 def test_interrupted_call_keeps_no_channel_alive():
-    """C12: the call opens or makes a channel, or puts one into an item."""
+    """C12: the interrupted call opens or makes a channel, or puts a channel into an item."""
     inner, other, over = make(), make(), make()
     (server,) = serving._servers
     told = inner.address, inner.secret
@@ -351,7 +351,7 @@ def test_port_is_not_counted_if_ctrl_c_ends_its_opening():
 
 
 def test_channel_cannot_be_sent_after_its_last_item_is_finished():
-    """C14: the channel would no longer exist when the receiver opened it."""
+    """C14: the channel would be gone before the receiver could open it."""
     spare = make()  # keeps the server alive
     (server,) = serving._servers
     inner = make()
@@ -375,7 +375,7 @@ def test_channel_cannot_be_sent_after_its_last_item_is_finished():
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_channels_in_unread_items_are_released_with_their_carrier(aborted):
-    """C12: this includes channels in the items of those channels."""
+    """C12: channels in the items of those channels are also released."""
     kept, carrier, other, inner = make(), make(), make(), make()
     (server,) = serving._servers
     other.put(inner)

@@ -52,7 +52,7 @@ TAKES = {
 
 @pytest.mark.parametrize("how", ["get", "aget", "get_nowait"])
 def test_index_error_raised_by_an_item_reaches_the_caller(how):
-    """C1: this includes an item that ``get_many`` has left for the next call."""
+    """C1: the caller also gets the error of an item that ``get_many`` has left for the next call."""
     channel, take = make(), {**TAKES, "get_nowait": lambda one: one.get_nowait()}[how]
 
     def use():
@@ -72,7 +72,7 @@ ERRORS = [(MemoryError,), (KeyboardInterrupt,), (OSError, errno.EMFILE, ""), (OS
 @pytest.mark.parametrize("how", TAKES)
 @pytest.mark.parametrize("error", ERRORS, ids=str)
 def test_next_call_gets_an_item_that_could_not_be_received(error, how):
-    """C9: this holds for each error in turn. Later items keep their order."""
+    """C9: each call gets the item again, whatever errors it raises. Later items keep their order."""
     channel, take = make(), TAKES[how]
 
     def use():
@@ -140,7 +140,7 @@ def test_timeout_error_from_a_signal_handler_loses_no_item(how):
 
 
 def test_remote_get_many_leaves_items_that_it_cannot_receive():
-    """C9: the call returns the items before the one that it cannot receive.
+    """C9: the call returns the items before the item that it cannot receive.
 
     After Ctrl-C, these items are in ``items_got`` of the error.
     """
@@ -192,7 +192,7 @@ def test_item_of_a_cancelled_get_goes_to_a_waiting_reader(how):
 
         async def wait_for_readers(count):
             while channel.stats().waiting_readers < count:
-                await asyncio.sleep(0)  # a reader that was woken in vain waits again
+                await asyncio.sleep(0)  # a reader that was woken but gets no item waits again
 
         loop.run_until_complete(wait_for_readers(1))
         waiting = ThreadPeer(WAITS[how], channel)
@@ -280,7 +280,7 @@ def own_a_channel(handover):
 
 
 def test_late_reply_is_delivered_once():
-    """C1: this holds even if the owner is lost while the caller gives up."""
+    """C1: a reply is delivered only once even if the owner is lost while the caller gives up."""
 
     class LostCalls(pending_calls.Calls):
         def __init__(self):

@@ -203,7 +203,7 @@ def test_first_put_into_a_closed_channel_raises():
 
 
 def test_put_waits_while_the_owner_has_no_room():
-    """C2: a put from another process waits like a local one."""
+    """C2: a put from another process waits like a local put."""
     channel = make(3)
 
     def put():
@@ -302,7 +302,7 @@ def test_prefetched_items_are_returned_when_their_reader_is_killed():
 
 
 def test_prefetched_items_of_an_idle_reader_return():
-    """C8: this holds even if no other reader is waiting for the items."""
+    """C8: the items return even if no other reader is waiting for them."""
     channel, ready, over = make(), make(), make()
 
     def take():

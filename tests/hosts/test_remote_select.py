@@ -50,13 +50,13 @@ def test_remote_channel_is_ready_when_get_would_not_block():
     peer = HostPeer(look)
     wait_blocked(stop, readers=1)
     work.put("item")
-    wait_stats(work, items_out=1, leased=0)  # the peer has taken the item; two channels have no common order
+    wait_stats(work, items_out=1, leased=0)  # two channels have no common order, so the item goes first
     stop.close()
     assert peer.result() == ["item", True]
 
 
 def test_remote_select_accepts_1_to_128_operations():
-    """C10: the limit applies to remote channels as well."""
+    """C10: the limit of 128 operations applies to remote channels as well."""
     channels = [make(1) for _ in range(128)]
 
     def look():
@@ -71,7 +71,7 @@ def test_remote_select_accepts_1_to_128_operations():
 
 
 def test_select_waits_for_two_owners_and_a_local_channel():
-    """C10: select takes an item from the first ready channel, and ends the waits for all others."""
+    """C10: select takes an item from the first ready channel, and ends the waits for all other channels."""
     handover, over, own = make(), make(), make()
     owner = HostPeer(hold, handover, over)
     remote = handover.get()
@@ -134,7 +134,7 @@ def test_select_ends_once_both_channels_are_drained(remote_first):
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_owner_does_not_count_a_program_killed_during_select(alone):
-    """C10, C11: all channels have one owner, or one of them is local."""
+    """C10, C11: all channels have the same remote owner, or one channel is local."""
     one, two = make(), make()
 
     def choose():

@@ -192,13 +192,13 @@ def memory_of(process: psutil.Process) -> int:
 
 
 def hold_the_gil(seconds: float) -> None:
-    """Call a library function that keeps the GIL."""
+    """Call a library function that holds the GIL."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 @pytest.mark.parametrize("role", ["worker", "program"])
 def test_process_that_holds_the_gil_is_not_fenced(role: str) -> None:
-    """The process keeps the GIL for three times the ``peer_timeout``."""
+    """The process holds the GIL for three times the ``peer_timeout``."""
 
     def work(number: int) -> int:
         if number == 5 and role == "worker":
@@ -257,7 +257,7 @@ def test_agent_starts_despite_printed_output(code: str) -> None:
 
 def test_each_worker_is_one_process_of_its_host_agent() -> None:
     def identify(barrier: Any, number: int) -> tuple[str, int, int]:
-        barrier.wait()  # all calls run at once, so no worker can run two of them
+        barrier.wait()  # all calls overlap, so no worker can run two of them
         return worker().host, os.getppid(), os.getpid()
 
     pool = local(2)

@@ -1,4 +1,4 @@
-"""Run a graph over two other network namespaces; one of them loses its cable.
+"""Run a graph over two other network namespaces; one namespace loses its cable.
 
 Usage: ``python cable_walk.py HEAD FIRST SECOND FOLDER``. The first worker on host FIRST that gets item ``AT``
 pulls its host's cable. The driver prints the run's report.

@@ -168,7 +168,7 @@ def nodes() -> Iterator[Nodes]:
 
 @contextlib.contextmanager
 def in_front(folder: Path, name: str, script: str) -> Iterator[None]:
-    """Make programs that run ``name`` find this script instead, which may run the real program."""
+    """Make programs that run ``name`` find this script instead. The script may run the real program."""
     before = os.environ["PATH"]
     (folder / "bin").mkdir()
     (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")

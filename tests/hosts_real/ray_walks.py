@@ -64,7 +64,7 @@ def killed() -> None:
 
 
 def node_killed() -> None:
-    """Kill the node of one of two agents; the next agent with that number starts on the third node."""
+    """Kill the node of one of two agents; that agent's replacement starts on the third node."""
     with Driver(ray(2)) as driver:
         for number in range(2):
             driver.start(number)

@@ -29,7 +29,7 @@ def need_root() -> None:
 
 
 def program(name: str) -> str:
-    """Return the path of a program. This also searches the sbin folders, which PATH may lack."""
+    """Return the path of a program. The sbin folders, which PATH may lack, are also searched."""
     found = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
     assert found, name
     return found

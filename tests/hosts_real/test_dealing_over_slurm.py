@@ -12,7 +12,7 @@ from flowchan.hosts import slurm
 
 
 def node(barrier: Any, number: int) -> str:
-    barrier.wait()  # all calls run at once, so no worker can run two of them
+    barrier.wait()  # all calls overlap, so no worker can run two of them
     return os.environ["SLURMD_NODENAME"]
 
 

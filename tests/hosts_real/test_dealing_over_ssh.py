@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("sshd")
 
 def where(barrier: Any, number: int) -> tuple[str, str]:
     """Return the host and the Python executable of a worker."""
-    barrier.wait()  # all calls run at once, so no worker can run two of them
+    barrier.wait()  # all calls overlap, so no worker can run two of them
     return worker().host, sys.executable
 
 

@@ -1,4 +1,4 @@
-"""Test a graph over three network namespaces; one of them loses its cable."""
+"""Test a graph over three network namespaces; one namespace loses its cable."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def walk(nodes: Nodes, tmp_path: Path) -> Callable[[str], list[str]]:
 
 
 def test_ray_provider_without_a_cluster_raises_with_the_remedy(tmp_path):
-    """This test comes first in the file, because Ray finds any cluster on this machine."""
+    """This test must run before a cluster starts, because Ray finds any cluster on this machine."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install ray")
     output = tmp_path / "said"
     subprocess.run(
@@ -66,7 +66,7 @@ def test_killed_agent_ends_and_releases_its_resources(walk):
 
 
 def test_agents_end_with_their_driver_before_the_peer_timeout(nodes, tmp_path):
-    """When a driver exits, Ray ends its actors, and they end their agents.
+    """When a driver exits, Ray ends the driver's actors, and the actors end their agents.
 
     The agents here do not watch their driver.
     """

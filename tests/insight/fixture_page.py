@@ -244,7 +244,7 @@ class FixturePage:
         self._server.close()
 
     def send(self, snapshot: Mapping[str, Any]) -> None:
-        """Send a snapshot to all current viewers, and keep it for later ones."""
+        """Send a snapshot to all current viewers, and keep it for later viewers."""
         self.snapshot = dict(snapshot)
         self._publish("snapshot", snapshot)
 

@@ -92,7 +92,7 @@ def test_threads_that_use_several_cores_are_not_limited_by_lock() -> None:
 
 
 def test_faster_thread_leaves_more_lock_time_to_others() -> None:
-    """Each stage holds the lock for 5 ms per item and waits 5 ms for the other."""
+    """Each stage holds the lock for 5 ms per item, and waits 5 ms for the other stage."""
     one = model(chain(source(), stage("a", 0.01, cpu=0.005), stage("b", 0.01, cpu=0.005)))
     assert gain(one, Change(faster={"a": 2.0})) == pytest.approx(4 / 3, rel=0.1)
 

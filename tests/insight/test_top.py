@@ -55,7 +55,7 @@ def names_of(pid: int) -> set[str]:
 
 @contextlib.contextmanager
 def running(folder: Path, *graphs: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a program. Its runs end when the folder contains a file named "seen"."""
+    """Run a program whose runs end when the folder contains a file named "seen"."""
     with start(script(folder, PROGRAM), *graphs, cwd=folder) as process:
         try:
             wait_until(lambda: len(names_of(process.pid)) == len(graphs) or process.poll() is not None)

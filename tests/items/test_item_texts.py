@@ -1,4 +1,4 @@
-"""Test the short texts of items that are in a channel, which do not use the program's classes."""
+"""Test the short texts of items in a channel. These texts are made without the program's classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that tracebacks of flowchan's own errors show the user's line and at most one of flowchan's."""
+"""Test that tracebacks of flowchan's own errors show the user's line and at most one line of flowchan."""
 
 from __future__ import annotations
 

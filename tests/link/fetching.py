@@ -1,4 +1,4 @@
-"""Connect two hosts in one process, whose links fetch outputs from each other."""
+"""Connect two simulated hosts in one process. Their links fetch outputs from each other."""
 
 from __future__ import annotations
 

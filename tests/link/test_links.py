@@ -113,7 +113,7 @@ def test_arrays_arrive_unchanged(linked: Linked) -> None:
 
 
 def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
-    """C8: no worker is idle while another has an item that it has not started."""
+    """C8: no worker is idle while another worker has an item that it has not started."""
     source, results = channel(), channel()
     go = threading.Event()
 
@@ -137,7 +137,10 @@ def test_worker_with_slow_items_gets_none_in_advance(linked: Linked) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["", "breaks"])
 def test_unstarted_items_are_recalled_when_other_readers_wait(linked: Linked, breaks: bool) -> None:
-    """C8: a worker gets many cheap items in advance. When one is slow, waiting readers get the others."""
+    """C8: a worker gets many cheap items in advance.
+
+    When one of these items is slow, waiting readers get the other items.
+    """
     source, results = channel(4_000), channel(4_000)
     go = threading.Event()
 
@@ -331,7 +334,7 @@ def test_item_stays_leased_while_output_from_several_inputs_waits(linked: Linked
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["", "ordered"])
 def test_no_item_is_lost_or_repeated_when_workers_die(linked: Linked, ordered: bool) -> None:
-    """R4: this includes ordered outputs, and items that return to a worker that has later items."""
+    """R4: ordered outputs also arrive, as do items that return to a worker that has later items."""
     source, results = channel(500), channel(32)
     remote = [
         RemoteWorker(linked, number, source, results, ordered=ordered, one_output=True) for number in range(3)

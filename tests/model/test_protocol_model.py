@@ -1,8 +1,8 @@
 """Models of the protocols. Spin searches them exhaustively, with a death between any two steps.
 
-They cover the ring, its leases and waiting, the streams between hosts, and outputs that stay on their host.
-They also cover requests to the owner of a channel, and the rounds of a group. The top of each model states
-its scope, and for each step the source line that it models. The search must also find planted faults
+The models cover the ring, its leases and waiting, the streams between hosts, and outputs that stay on their
+host. Other models cover requests to the owner of a channel, and the rounds of a group. The top of each model
+states its scope, and for each step the source line that it models. The search must also find planted faults
 (``PLANT_…``) and weaknesses of the source (``SOURCE_…``), to show that every property can fail.
 """
 

@@ -16,8 +16,8 @@ OUT = ROOT / "build" / "native-tests"
 def program(name: str) -> Path:
     """Return the path of an up-to-date program in ``build/native-tests``.
 
-    ``make test`` builds the programs in advance. Otherwise, one of the test processes builds them while the
-    others wait.
+    ``make test`` builds the programs in advance. Otherwise, one test process builds the programs while the
+    other test processes wait.
     """
     OUT.mkdir(parents=True, exist_ok=True)
     make = ["make", "--silent", "--jobs=2", f"--file={Path(__file__).with_name('Makefile')}"]

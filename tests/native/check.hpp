@@ -91,7 +91,7 @@ class Check {
         return n;
     }
     void placed(Slot& s, SlotState place, const std::string& name) {
-        // `advance` moves all parked outputs of an item at once, and leaves the states of their slots
+        // `advance` moves all parked outputs of an item together, and leaves the states of their slots
         // unchanged.
         const bool moved = place == SlotState::Inside && s.place() == SlotState::Parked;
         if (s.place() != place && !moved)
@@ -216,7 +216,7 @@ class Check {
                 s.place() == SlotState::Filling)
                 wrong(name + " has a viewer and is marked " + std::to_string(int(s.place())));
             if (s.loaned() && s.place() != SlotState::Held) wrong(name + " is on loan and not HELD");
-            // If one session views the slot, another may hold it only to copy it.
+            // If one session views the slot, another session may hold the slot only to copy it.
             const bool copied = !s.loaned() && ring.session(s.owner()).role == Session::PLAIN;
             if (s.place() == SlotState::Held && s.owner() != s.viewer() && !copied)
                 wrong(name + " is held by another session than its viewer");

@@ -1,6 +1,6 @@
 // Plays a hostile peer that knows the secret and sends arbitrary data over a connection. The peer sends the
-// frames of an agent. It also changes, repeats, omits, cuts and inflates frames, and sends other bytes, all
-// in pieces of any size. Arguments: the mode (`model`, `owner` or `worker`), a seed, and the number of
+// frames of an agent. The peer also changes, repeats, omits, cuts and inflates frames, and sends other bytes,
+// all in pieces of any size. Arguments: the mode (`model`, `owner` or `worker`), a seed, and the number of
 // frames.
 //
 // `model`: the link gets items for workers, and the test knows which frames are valid. The link must put each

@@ -181,7 +181,7 @@ void live(int fd, uint32_t rank, uint32_t slow, int operation, bool closes_inste
     Walk walk{member};
     Outcome& own = shared.of[rank];
     for (int i = 0; i < TIMES; ++i) {
-        if (i && rank == slow)  // the others wait for this member, perhaps after another has died
+        if (i && rank == slow)  // the other members wait for this member, perhaps after a death
             for (uint32_t other = 0; other < member.size; ++other)
                 if (other != rank) await_member(shared.of[other], i + 1);
         bool right = true;

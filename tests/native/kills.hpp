@@ -1,7 +1,7 @@
 // Random SIGKILLs. A source and the workers of a stage run as processes over two rings, and are killed
 // repeatedly, at any instruction. A supervisor returns their leased items and starts replacements, as the
-// supervisor in flowchan/run does. It also reads the outputs. Each output must arrive exactly once and, if
-// the stage is ordered, in order. Unsupervised processes may also take part.
+// supervisor in flowchan/run does. The supervisor also reads the outputs. Each output must arrive exactly
+// once and, if the stage is ordered, in order. Unsupervised processes may also take part.
 #pragma once
 
 #include <sys/prctl.h>

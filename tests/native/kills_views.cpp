@@ -2,8 +2,8 @@
 // short, so blocks are often cut between viewed blocks. A payload's bytes are computed from its number. The
 // test checks them after the get and right before the view ends, to detect overwritten data.
 //
-// If the stage is unordered, unsupervised readers also take part. They take items and give them back, keep
-// views for a while, and fill memory that they never put.
+// If the stage is unordered, unsupervised readers also take part. These readers take items and give them
+// back, keep views for a while, and fill memory that they never put.
 //
 // Arguments: seed, number of items.
 #include "kills.hpp"
@@ -90,7 +90,7 @@ class Viewers : public Kills {
                 step = reader.get(value, in_a_moment(), true);
             }
             if (random() % 2) lender.loan(1'000'000, SIZES[3 + random() % 4], in_a_moment());
-            const bool leaves_first = random() % 2;  // then the session ends while the memory is on loan
+            const bool leaves_first = random() % 2;  // if so, the session ends while the memory is on loan
             if (leaves_first) lender.leave(true);
             reader.leave(false);
             for (uint64_t n = random() % 20'000; n; --n) cpu_relax();

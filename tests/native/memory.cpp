@@ -1,5 +1,5 @@
 // Checks that free memory is found. A loan or a put must succeed if a slot is free and a block fits between
-// or behind the used blocks. This must hold for every way in which the memory was cut before. A single
+// or behind the used blocks. The allocation must succeed no matter how the memory was cut before. A single
 // process allocates and frees random sizes in random order. Items must keep their contents while they are on
 // loan, in the channel or in view. Arguments: seed, number of steps.
 #include <algorithm>
@@ -51,7 +51,7 @@ class Memory {
             default: {
                 if (user.held_views.empty()) break;
                 std::swap(user.held_views.front(), user.held_views[random() % user.held_views.size()]);
-                // Put some of the loans, and drop the others.
+                // Put some of the loans, and drop the other loans.
                 const uint64_t lent = user.held_views.front().slot->loaned() && random() % 4 == 0
                                           ? user.held_views.front().value
                                           : 0;
@@ -114,7 +114,7 @@ class Memory {
     std::deque<uint64_t> inside;
     uint64_t number = 0, hits = 0, misses = 0;
 
-    // Return which of two phases this is: the memory fills up in one of them and empties in the other.
+    // Return the current phase. The memory fills up in one of the two phases and empties in the other.
     bool phase() const { return number / 100 % 2; }
     uint64_t any_size() {
         const uint64_t most = std::max<uint64_t>(MAX_BYTES >> random() % 13, 16);

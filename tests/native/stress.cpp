@@ -2,9 +2,10 @@
 // core's own waiting loop. The totals must be exact. Arguments: `threads` (some map the ring a second time)
 // or `processes`, and the number of items per party. This program is built with and without sanitizers.
 //
-// The thread sanitizer can follow threads that share one Ring, because the ring's lock is a pthread mutex. It
-// cannot follow threads that use a second mapping of the memory. They take part anyway, because the core must
-// work at every address. The sanitizers also check the copies of payloads, which are made without the lock.
+// The thread sanitizer can follow threads that share one Ring, because the ring's lock is a pthread mutex.
+// The sanitizer cannot follow threads that use a second mapping of the memory. Such threads take part anyway,
+// because the core must work at every address. The sanitizers also check the copies of payloads, which are
+// made without the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 

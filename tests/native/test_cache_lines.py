@@ -16,7 +16,7 @@ def numbers(output: str) -> list[int]:
 
 
 def test_put_and_get_share_two_cache_lines_besides_the_slot() -> None:
-    """The shared lines have the lock and the counts. Each side has its own redo record."""
+    """The shared lines contain the lock and the counts. Each side has its own redo record."""
     ended = run(program("plain/lines"))
     assert ended.returncode == 0, ended.stderr
     *_, in_both, with_the_next = numbers(ended.stdout)

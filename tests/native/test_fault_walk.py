@@ -1,10 +1,10 @@
-"""Check C11: a process killed at any instruction, even with a lock, never blocks or corrupts the others.
+"""Check C11: a process killed at any instruction, even with a lock, never blocks or harms other processes.
 
-``walk.cpp`` kills a process at every fault point of every operation on a ring. It also kills a second process
-during the recovery: at every fault point with ``--long``, otherwise at every 48th. The chosen points differ
-between steps, so each point is tested at some step. After each death, other processes take the lock, check
-every invariant of the ring, and read the ring to its end. Each item is read exactly once and in order, or not
-at all if its operation had not taken effect.
+``walk.cpp`` kills a process at every fault point of every operation on a ring. The program also kills a
+second process during the recovery: at every fault point with ``--long``, otherwise at every 48th. The chosen
+points differ between steps, so each point is tested at some step. After each death, other processes take the
+lock, check every invariant of the ring, and read the ring to its end. Each item is read exactly once and in
+order, or not at all if its operation had not taken effect.
 """
 
 from __future__ import annotations

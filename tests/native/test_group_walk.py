@@ -1,7 +1,7 @@
 """Kill a member of a group at any point of any operation, and compare the survivors.
 
-Either all survivors complete the operation with the right result, or all report that it is impossible. This
-also holds for two deaths at once, and for a member that another thread of its process closes.
+Either all survivors complete the operation with the right result, or all report that it is impossible. The
+survivors agree even after two deaths at once, and after another thread has closed the member.
 ``group_walk.cpp`` kills the member at every fault point with ``--long``, otherwise at every fifth.
 """
 

@@ -10,8 +10,8 @@ from test_native_stress import OPTIONS, SANITIZERS, planted
 
 pytestmark = pytest.mark.timeout(600)  # the first test may have to compile the program for all tests
 
-# Without this option, the thread sanitizer would report false races. It records memory as sent only when the
-# call returns. The data may have arrived earlier, and the memory may already be in use again.
+# Without this option, the thread sanitizer would report false races. The sanitizer records memory as sent
+# only when the call returns. The data may have arrived earlier, and the memory may already be in use again.
 ENVIRONMENTS = OPTIONS | {"thread": {"TSAN_OPTIONS": OPTIONS["thread"]["TSAN_OPTIONS"] + ":intercept_send=0"}}
 WALKS = [
     ("2", "unordered", "100"),

@@ -2,8 +2,8 @@
 // survives. After each death, other processes continue from the state that it left. The walk then repeats
 // this death, and kills a second process at the fault points of the recovery, one after another.
 //
-// The core is compiled with FLOWCHAN_FAULTS. It calls `fault_point` before and after each store in a critical
-// section, after taking the lock, and before releasing it.
+// The core is compiled with FLOWCHAN_FAULTS. The core then calls `fault_point` before and after each store in
+// a critical section, after taking the lock, and before releasing it.
 #pragma once
 
 #include <sys/mman.h>
@@ -37,8 +37,7 @@ struct Scenario {
     std::string name;
     uint64_t capacity = 16, max_bytes = 1 << 20;
     bool has_in = true, has_out = false;
-    // Whether to kill a second process during the recovery. This is false if another scenario covers the same
-    // steps.
+    // Whether to kill a second process during the recovery. False if another scenario covers the same steps.
     bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
@@ -116,7 +115,7 @@ class Walk {
         scenario.prepare(scene);
         return scene;
     }
-    // Run `act` in a child, which is killed at its n-th fault point. Return whether that happened.
+    // Run `act` in a child that is killed at its n-th fault point. Return whether the child was killed.
     template <class Act>
     bool dies(long n, Scene& scene, Act act) {
         fflush(nullptr);

@@ -72,7 +72,7 @@ Scenario close_between() {
     return s;
 }
 
-// A run is put completely or not at all. Its slots held other items before.
+// A run is put completely or not at all. The run's slots held other items before.
 Scenario putting_runs(const char* name, const Values& before, uint64_t size) {
     const Values first{11, 12, 13, 14, 15}, second{16, 17, 18};
     Scenario s{name};
@@ -124,8 +124,8 @@ Scenario taking(const char* name, uint64_t size) {
     return s;
 }
 
-// A supervised reader dies. All its leased items come back, except acknowledged ones. `runs`: a single Change
-// takes the whole batch.
+// A supervised reader dies. All its leased items come back, except acknowledged items. `runs`: a single
+// Change takes the whole batch.
 Scenario leasing(const char* name, uint64_t size, int batch, bool runs = false) {
     const Values all{1, 2, 3, 4, 5, 6};
     Scenario s{name};

@@ -56,7 +56,8 @@ Scenario lending() {
     return s;
 }
 
-// A port closes with memory on loan. Its session remains until another port puts that memory or drops it.
+// A port closes with memory on loan. The port's session remains until another port puts that memory or drops
+// it.
 Scenario lent_by_closed_port() {
     Scenario s{"end a port with memory on loan"};
     s.twice = false;

@@ -241,11 +241,11 @@ void reserve_for(User& from, User& to, bool all = false) {
     });
 }
 
-// A reader has died in user code with items 1 and 2 on lease. Only its replacement gets them, in order, and
-// no other reader waits for them. User 0 is the dead reader, users 1 and 2 are its replacements, and user 3
-// is another reader. `tried`: the first replacement works on one item, and then dies outside of user code.
-// Only the item that the first replacement has not touched then stays reserved for the next replacement.
-// `all`: the reader died outside of user code, and all its leased items are reserved.
+// A reader has died in user code with items 1 and 2 on lease. Only this reader's replacement gets these
+// items, in order, and no other reader waits for them. User 0 is the dead reader, users 1 and 2 are its
+// replacements, and user 3 is another reader. `tried`: the first replacement works on one item, and then dies
+// outside of user code. Only the item that the first replacement has not touched then stays reserved for the
+// next replacement. `all`: the reader died outside of user code, and all its leased items are reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;
@@ -332,8 +332,8 @@ void work_in_runs(User& reader, User& writer, const Kind& kind, User* recalled_b
     }
 }
 
-// A worker dies inside a run. Its replacement processes the other items. Users 0 and 1 are the reader and the
-// writer of the worker that dies. Users 2 and 3 are those of its replacement.
+// A worker dies inside a run. The worker's replacement processes the other items. Users 0 and 1 are the
+// reader and the writer of the worker that dies. Users 2 and 3 are those of its replacement.
 Scenario working_in_runs(const char* name, Kind kind, bool recalled) {
     constexpr uint64_t ITEMS = 12;
     Scenario s{name};

@@ -160,8 +160,8 @@ Scenario given_back() {
     return s;
 }
 
-// A session ends while it still has views of HELD and LEASED slots. It remains as a HOLDER until the last view
-// has gone.
+// A session ends while it still has views of HELD and LEASED slots. The session remains as a HOLDER until the
+// last view has ended.
 Scenario holding() {
     const Values all{1, 2, 3};
     Scenario s = viewing("end a session with views", all);

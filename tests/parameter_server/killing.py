@@ -1,8 +1,8 @@
 """Kill servers, clients, agents and connections at random, while clients push numbers that reveal any error.
 
 Push k of a client adds 2**k at that client's place in two tensors, which are on different shards. After n
-pushes, the place contains 2**n - 1; a lost or repeated push would change that. Each push also adds 1 to every
-element of a third tensor, so these elements equal the version.
+pushes, the place contains 2**n - 1; a lost or repeated push would change this number. Each push also adds 1
+to every element of a third tensor, so these elements equal the version.
 """
 
 from __future__ import annotations

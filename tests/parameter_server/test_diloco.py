@@ -136,7 +136,7 @@ def test_other_replica_closes_round_if_last_contributor_dies(monkeypatch: pytest
 
 
 def test_round_closes_once_if_two_replicas_close_it() -> None:
-    """Both replicas see a complete round, and the server drops the push of the second one."""
+    """Both replicas see a complete round, and the server drops the push of the second replica."""
     data = simulations.batches(workers=2, steps=1)
     (expected,) = simulations.diloco([[(0, data[0]), (0, data[1])]], lr=LR, outer=nesterov)
     server, turns, dropped = PlainServer(DiLoCo.tensors(simulations.model())), Turns([0, 1]), []

@@ -68,7 +68,7 @@ def test_group_trains_like_one_replica(name: str) -> None:
 def train(name: str, member: Group, server: PlainServer, data: list[Batch]) -> list[State]:
     with member as g:
         model = simulations.model()
-        if g.rank:  # the algorithm must replace this with the server's parameters
+        if g.rank:  # the algorithm must replace these zeros with the server's parameters
             torch.nn.init.zeros_(model[0].weight)  # type: ignore[index]
         training = START[name](server.client() if g.rank == 0 else NoClient(), model, g)
         history = []

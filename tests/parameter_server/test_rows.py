@@ -60,7 +60,7 @@ def test_row_optimizers_match_torch_on_sparse_gradients_bit_for_bit(
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_row_push_changes_only_its_rows_and_their_state(name: str) -> None:
-    """torchrec#481 asks for rows by id on a server that also stores their optimizer state."""
+    """The issue torchrec#481 asks for rows by id on a server that also stores their optimizer state."""
     blocks = Blocks({"users": table()}, rows={"users": OPTIMIZERS[name][0]})
     before = {key: np.array(as_kind(value, np)) for key, value in blocks.current.items()}
     ids = np.array([3, 7])

@@ -86,7 +86,7 @@ def test_rules_apply_to_objects() -> None:
 
 @pytest.mark.parametrize("rule", ["none", "Add", "", None, 3, lambda: 0, lambda x: x])
 def test_client_rejects_an_unknown_rule(rule: Any) -> None:
-    """TorchMPI sends such a rule to the server, where a failed assertion ends the server."""
+    """TorchMPI sends even an invalid rule to the server, where a failed assertion ends the server."""
     error = ValueError if isinstance(rule, str) else TypeError
     with pytest.raises(error, match=r"push: rule must be .* a function \(current, given\) -> new, got"):
         check_rule("push", rule)

@@ -49,14 +49,17 @@ def remote_clients(spared: list[psutil.Process]) -> Callable[[], list[psutil.Pro
 
 
 def shard_workers(spared: list[psutil.Process]) -> Callable[[], list[psutil.Process]]:
-    """Return a function that finds the workers that apply pushes, which are children of the keepers."""
+    """Return a function that finds the workers that apply pushes.
+
+    These workers are children of the keepers.
+    """
     return lambda: [
         one for one in workers_named("parameters") if one.parent() is not None and one.parent() not in spared
     ]
 
 
 class CuttingPusher(Pusher):
-    """Pusher that often cuts the connections of its process, which include those to the shards."""
+    """Pusher that often cuts all connections of its process, including those to the shards."""
 
     def __call__(self, item: int) -> tuple[int, int]:
         """Push once, and return the client's place and the number of pushes to that place."""

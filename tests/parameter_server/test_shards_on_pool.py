@@ -69,7 +69,7 @@ def test_s1_clients_push_and_pull_whole_versions(on: str) -> None:
         assert (stats.version, stats.pushes, stats.dropped, stats.failed) == (60, 60, 0, 0)
         assert stats.pulls == 61
         assert stats.bytes_in == 60 * sum(value.nbytes for value in tensors().values())
-    assert server.stats().pushes == 60  # also after the end
+    assert server.stats().pushes == 60  # still available after the server's end
 
 
 def shards_here(client: Any, number: int) -> tuple[str, list[str], list[str]]:

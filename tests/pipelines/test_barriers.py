@@ -460,7 +460,7 @@ def test_waiters_raise_after_death_of_creating_process() -> None:
 
 @everywhere
 def test_unused_wait_queues_are_freed(across: Any, on: Any) -> None:
-    """C12: this holds in every process."""
+    """C12: every process frees them."""
     event, barrier = Event(across=across), Barrier(1, across=across)
 
     def use(event: Event, barrier: Barrier, worker: int) -> None:

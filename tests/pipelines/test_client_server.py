@@ -93,7 +93,7 @@ def test_client_and_server_exchange_messages(server):
 
 
 def test_recv_nowait_raises_empty_until_a_message_arrives(server):
-    """testPingPongAsync: at first, no message has arrived."""
+    """testPingPongAsync: ``recv_nowait`` raises Empty while no message has arrived."""
 
     def ping(client):
         with pytest.raises(Empty):
@@ -150,7 +150,7 @@ def test_broadcast_encodes_the_message_once(server):
 
 
 def test_recv_any_returns_message_and_its_client(server):
-    """testRecvAny: receive one message from each client."""
+    """testRecvAny: the server receives one message from each client."""
     peers = [with_helper(server, lambda client: client.send(client.id)) for _ in range(10)]
     found = [server.recv_any() for _ in range(10)]
     assert all(message == client.id for message, client in found)

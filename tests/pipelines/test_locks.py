@@ -92,7 +92,7 @@ def test_acquire_returns_false_while_another_holds_the_lock(across: Any) -> None
 
 
 class TimedTurn:
-    """Stand-in for the lock between the threads of this process, which takes 4 s to acquire."""
+    """Stand-in for the lock between the threads of this process. Acquiring it takes 4 s."""
 
     def __init__(self, clock: ScriptedClock) -> None:
         self._clock = clock
@@ -108,7 +108,7 @@ class TimedTurn:
 
 
 class TokenPort:
-    """Stand-in for a port without a token, which records how long its reader would wait."""
+    """Stand-in for a port without a token. It records how long its reader would wait."""
 
     def __init__(self) -> None:
         self.timeouts: list[float] = []

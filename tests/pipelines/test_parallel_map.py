@@ -111,7 +111,7 @@ def test_all_workers_run_at_the_same_time(on: Any) -> None:
 
 @everywhere
 def test_each_call_has_its_own_worker(on: Any) -> None:
-    """Calls return so quickly that, otherwise, the first worker to be ready could run all of them."""
+    """The calls are so short that the first worker to be ready could otherwise run all of them."""
     assert map(20, lambda number: worker().number, on=on).join() == list(range(1, 21))
 
 

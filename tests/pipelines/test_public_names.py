@@ -33,8 +33,8 @@ def test_every_public_name_and_method_has_a_docstring() -> None:
             assert not bare, name
 
 
-# Modules that patterns may use in addition to the public names. They cover options, placements, argument
-# checks, globals of the main script, refusals, failures and worker exits.
+# Modules that patterns may use in addition to the public names. These modules cover options, placements,
+# argument checks, globals of the main script, refusals, failures and worker exits.
 SHARED = {
     "flowchan.channel.transports",
     "flowchan.items.arguments",

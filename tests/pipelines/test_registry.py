@@ -22,7 +22,7 @@ from flowchan.pipelines import registry, work_queue, workqueue
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
-# First and last lines of the programs. Each runs under every start method, which main() selects.
+# First and last lines of the programs. Each program runs under every start method; main() selects the method.
 BEGIN = """
 import multiprocessing, os, signal, sys
 from flowchan import Channel, Drained, Graph

@@ -223,7 +223,7 @@ def test_submit_after_shutdown_raises_pythons_own_message(on: Any) -> None:
 
 
 def test_failed_pool_breaks_futures_and_rejects_tasks(tmp_path: Path) -> None:
-    """The workers cannot start: each imports the program, which creates another pool."""
+    """The workers cannot start: each worker imports the program, and the program creates another pool."""
     program = tmp_path / "program.py"
     program.write_text(
         """

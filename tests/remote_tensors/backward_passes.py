@@ -1,8 +1,8 @@
 """Run backward passes over two nodes: ``backward_passes.py COUNT [COMPILED FILE]``.
 
 Two threads run passes that cross both nodes and this process. In every tenth pass, an operation raises an
-exception in the middle. At the end, a forked child runs a pass on the CPU. COMPILED FILE is the C++ part to
-use.
+exception in the middle of the pass. At the end, a forked child runs a pass on the CPU. COMPILED FILE is the
+C++ part to use.
 """
 
 from __future__ import annotations

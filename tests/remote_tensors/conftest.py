@@ -24,8 +24,10 @@ def _lasting_threads() -> None:
 
 @pytest.fixture(scope="module")
 def two_nodes(one_compute_thread: None) -> Iterator[Any]:
-    """Provide two nodes for a file. They open descriptors late, so leftovers are not checked after each
-    test."""
+    """Provide two nodes for a file.
+
+    Nodes may open descriptors during any test, so leftovers are not checked after each test.
+    """
     from flowchan.pipelines import RemoteNodes
 
     before = set(descendants())

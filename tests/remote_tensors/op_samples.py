@@ -1,7 +1,7 @@
 """Entries of torch's operator database, and samples of their arguments.
 
 An entry is one operator with one kind of check (forward, inplace or backward) and one dtype. Samples are
-created on the CPU. :func:`moved` copies a sample to a device. It copies views with their whole storage, so
+created on the CPU. :func:`moved` copies a sample to a device. A view is copied with its whole storage, so
 that strides, offsets and overlaps stay the same.
 """
 

@@ -1,7 +1,8 @@
 """Test nodes that are closed before the check for leftovers.
 
-These tests must not be in a file with the fixture ``two_nodes``. The nodes of that fixture open descriptors
-late, such as the socket of their run for viewers. The check would attribute these to the tests.
+These tests must not be in a file with the fixture ``two_nodes``. The nodes of that fixture may open
+descriptors during any test, such as the socket of their run for viewers. The check would then report that
+test.
 """
 
 from __future__ import annotations

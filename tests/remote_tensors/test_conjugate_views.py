@@ -25,7 +25,7 @@ def values(count: int = 4) -> Any:
 
 
 def of(change: Callable[[Any], Any], *views: Callable[[Any], Any]) -> Case:
-    """Return a case that changes views of its argument in place and returns both."""
+    """Return a case that changes a view of its argument in place, and returns the argument and the view."""
 
     def run(x: Any) -> Any:
         view = x

@@ -1,4 +1,4 @@
-"""Test backward passes under the C++ device guard: failures in the middle, threads, forks, and sanitizers."""
+"""Test backward passes under the C++ device guard: failures within a pass, threads, forks, and sanitizers."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_many_unread_copies_in_both_directions_do_not_block(three_nodes: Any) ->
 def test_full_inboxes_in_both_directions_do_not_block(
     three_nodes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No node reads its inbox before both have sent everything, as if many threads copied tensors."""
+    """No node reads its inbox before both nodes have sent everything, as if many threads copied tensors."""
     from flowchan.pipelines.remote_tensors.node_client import NodeClient
     from flowchan.pipelines.remote_tensors.node_copies import WAITING
 

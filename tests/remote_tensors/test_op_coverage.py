@@ -53,7 +53,7 @@ class Allowance:
 
 @pytest.fixture(scope="module")
 def started_threads(one_compute_thread: None) -> None:
-    """Load the database and use a node. This starts the threads that run until the process exits."""
+    """Load the database and use a node, to start the threads that run until the process exits."""
     entries(*KINDS[0])
     with RemoteNodes(1) as nodes:
         torch.ones(2, device=nodes[0]).cpu()

@@ -1,4 +1,4 @@
-"""Test that each node has a separate random number generator, which gives the same values as the CPU's."""
+"""Test that each node has a separate random number generator with the same values as the CPU's generator."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def explode(maker: int) -> Any:
 
 @pytest.mark.parametrize("in_batches", [False, True])
 def test_caller_learns_that_unpickling_its_item_killed_the_worker(in_batches: bool) -> None:
-    """The item is sent alone or in a batch with others, and the run continues."""
+    """The item is sent alone or in a batch with other items, and the run continues."""
 
     def declare(stream: Stream[Any]) -> Stream[Any]:
         batches = stream.batch(2, timeout=0.001) if in_batches else stream

@@ -75,7 +75,7 @@ class Unclosable:
 
 @pytest.mark.parametrize("on", PLACEMENTS, ids=str)
 def test_async_operators_in_processes_behave_like_those_on_threads(on: object) -> None:
-    """Their order, errors and retries are compared."""
+    """The test compares the order of the outputs, the errors and the retries."""
     graph = Graph("async")
     mapped = graph.source(numbers, 10, on=on).map(ten_times, on=on, workers=3, retries=1)
     errors = mapped.errors.map(lambda failed: (failed.item, str(failed.error))).collect()

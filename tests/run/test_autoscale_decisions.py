@@ -51,7 +51,7 @@ def stage_stats(name: str, workers: int, rate: float, busy: float) -> StageStats
 class Line:
     """A chain of stages with fixed work times, and bounds that a real run may have.
 
-    ``most`` bounds the rate of the run. ``hidden`` is another bound, which the model does not know.
+    ``most`` bounds the rate of the run. ``hidden`` is another bound, but the model does not know it.
     """
 
     seconds: Mapping[str, float]
@@ -140,7 +140,7 @@ def test_stages_that_share_a_limit_split_workers_optimally() -> None:
 
 
 def test_workers_move_between_stages_once_shared_limit_is_reached() -> None:
-    """Doubling alone would give each stage 64 workers, which is 9 % slower."""
+    """Doubling alone would give each stage 64 workers, and the run would be 9 % slower."""
     played = Played(Line({"a": 0.17, "b": 0.21}), shared(128))
     played.play(12)
     best = max(played.line.rate({"a": one, "b": 128 - one}) for one in range(1, 128))

@@ -60,7 +60,7 @@ def test_items_arrive_one_by_one_while_the_event_loop_runs() -> None:
 
 
 def test_wait_returns_at_once_after_an_async_for_ends_early() -> None:
-    """The iterator is closed only when the event loop runs again, which is after the wait."""
+    """The iterator is closed only when the event loop runs again, after the wait."""
 
     async def main() -> Run:
         graph = Graph("iterated")

@@ -50,7 +50,7 @@ def burn(item: Any) -> Any:
 
 
 def cause_in(run: Run, window: float, is_it: Callable[[Cause], bool]) -> Cause:
-    """Return the cause in a window of this length, as soon as it is the expected one."""
+    """Return the cause in a window of this length, as soon as it is the expected cause."""
     found: list[Cause | None] = [None]
 
     def named() -> bool:

@@ -130,7 +130,7 @@ def test_break_by_the_supervisor_has_no_cause(line: Line) -> None:
     line.breaks.record_met(Met(SECOND, ("first",)))
     line.now += 2 * POLL_INTERVAL_S
     line.breaks.check()
-    assert line.asked == [None]  # no check has followed the end
+    assert line.asked == [None]  # after breaks.end(), no channel was checked
     assert line.breaks.failure() is None
     assert not line.is_due(all_reported=True)
 
@@ -155,7 +155,7 @@ def test_decision_waits_for_all_reports_up_to_a_limit(line: Line) -> None:
     line.breaks.failure()
     assert not line.is_due()
     line.breaks.record(aborted(SECOND, 2))
-    assert not line.is_due()  # the limit starts again
+    assert not line.is_due()  # the break starts the time limit again
     line.now += REPORT_TIMEOUT_S + 0.1
     assert line.is_due()
 

@@ -356,7 +356,7 @@ def test_pool_reads_a_new_version_in_its_next_run() -> None:
 
 def test_value_of_another_graph_raises_in_a_worker_process() -> None:
     other = Graph().broadcast("other")
-    graph = Graph()  # this graph has the same name as the other one
+    graph = Graph()  # this graph has the same name as the other graph
     graph.broadcast("own")
     graph.source([0]).sink(lambda _: other.get(), on="process")
     with pytest.raises(RunError) as failed:

@@ -1,7 +1,7 @@
 """Test R3 for broken channels.
 
-If a stage or the program breaks a channel, the run ends with that cause. It reports one failure, with the
-channel and the worker that broke it.
+If a stage or the program breaks a channel, the run ends with that cause. The run reports one failure, with
+the channel and the worker that broke the channel.
 """
 
 from __future__ import annotations

@@ -103,7 +103,10 @@ def test_worker_that_can_continue_is_not_a_deadlock(going_on: Observation) -> No
 
 
 def results(writers: int, putting: int = 0, getting: int = 0) -> Observation:
-    """Return an observation of a run with an input and two unread results. One may have waiting writers."""
+    """Return an observation of a run with an input and two unread results.
+
+    One of these results may have waiting writers.
+    """
     return observation(
         edge("input", "work", writers=putting),
         edge("work", "result", writers=writers),
@@ -229,7 +232,7 @@ def test_deadlock_names_a_stage_that_waits_to_put() -> None:
     assert stuck.failure.worker == WorkerId("tee", 1)
     stuck = judge(LOOP, LOOP)
     assert isinstance(stuck, Stuck)
-    assert stuck.failure.worker == WorkerId("second", 1)  # it reads the first channel
+    assert stuck.failure.worker == WorkerId("second", 1)  # this worker reads the first channel
 
 
 def test_run_is_not_inspected_before_the_interval() -> None:

@@ -35,7 +35,7 @@ def killed(lived: float, over_item: int = 0) -> ProcessExit:
     ],
 )
 def test_only_consecutive_quick_deaths_are_counted(lives: list[float], deaths: list[int]) -> None:
-    """A worker that has lived for more than 1 s starts the count again."""
+    """The count starts again when a worker that has lived for more than 1 s dies."""
     made = planned()
     log, (worker, _) = DeathLog(made), workers_in(made)
     assert [log.died(worker, killed(lived)).deaths for lived in lives] == deaths

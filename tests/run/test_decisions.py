@@ -366,7 +366,7 @@ def test_elastic_gang_regroups_after_a_death_and_a_replacement() -> None:
     assert actions == (EndGroup("gang"),)
     state, actions = decide(state, GroupLost(second, missing(second)), 0.0)
     state, actions = decide(state, Ended(third), 0.0)
-    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # new members are last in the group
+    assert actions == (ReleasePorts(third), FormGroup((second, first)))  # new members come last in a group
     assert state.restarts == {"gang": 1}
     assert not state.without_group
     assert not state.joining

@@ -367,7 +367,7 @@ def test_first_failure_is_listed_first(on: Any) -> None:
 
 @everywhere
 def test_failure_ends_workers_that_wait_for_their_channels(on: Any) -> None:
-    """Each stage is waiting to put or to get when another one fails."""
+    """Each stage is waiting to put or to get when another stage fails."""
     gate = Gate()
 
     def hold(item: int) -> int:

@@ -128,7 +128,7 @@ def test_only_one_workers_failure_is_reported_for_a_gang(on: Any) -> None:
 
 
 def test_worker_without_readers_counts_as_dead_for_its_group() -> None:
-    """Its agent may have died together with all readers, so this does not count as a clean end."""
+    """The worker's agent may have died together with all readers, so the worker does not end cleanly."""
     channel: Channel[int] = Channel(1)
     ports = Ports({}, {"out": channel.writer()}, None)
     channel.close()

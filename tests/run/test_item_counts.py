@@ -145,7 +145,7 @@ def test_stats_show_the_fill_of_a_channel() -> None:
 
 @everywhere
 def test_time_fractions_are_relative_to_working_time(on: Any) -> None:
-    """The source, which ends at once, also has these fractions."""
+    """Even the source, which ends at once, has time fractions between 0 and 1."""
     graph = Graph("r8")
     graph.source(range(20), on=on, name="quick").map(slow, on=on, workers=2, name="slow").sink(same, on=on)
     run = finished(graph)
@@ -181,7 +181,7 @@ class SlowToBegin:
 @everywhere
 @pytest.mark.parametrize("items", [10, 60])
 def test_bottleneck_is_found_after_few_items(items: int, on: Any) -> None:
-    """The source ends long before the slow stage."""
+    """The source ends long before the slow stage, but the slow stage is still the bottleneck."""
     graph = Graph("r8")
     graph.source(range(items), on=on).map(same, on=on).map(slow, name="slow", on=on).map(
         same, on=on

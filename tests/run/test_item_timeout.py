@@ -50,7 +50,7 @@ def stage_with_timeout(operator: str, timeout: float) -> Stage:
 
 
 def test_elements_of_one_item_share_its_time_limit(clock: ScriptedClock, timer: Timer) -> None:
-    """The time that the caller keeps an element does not count."""
+    """The time for which the caller keeps an element does not count."""
 
     def pour(number: int) -> Iterator[int]:
         clock.now += 1
@@ -124,7 +124,7 @@ def test_time_limit_ends_a_worker_that_inherits_a_signal_handler() -> None:
 @pytest.mark.parametrize("_method", ["fork"], indirect=True)
 @pytest.mark.usefixtures("_method")
 def test_item_timeout_applies_if_the_program_blocks_signals() -> None:
-    """A worker inherits the blocked signals, which would disable its timer."""
+    """A worker inherits the blocked signals. A blocked timer signal would disable the worker's timer."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     try:
         graph = Graph("limited")

@@ -81,7 +81,7 @@ def test_death_that_the_user_need_not_know_is_not_logged(log: Log) -> None:
     log.decide(dataclasses.replace(died(WORK), retired=True))
     assert log.lines() == []
     log.decide(failure(SOURCE))
-    log.decide(died(WORK))  # the run ends anyway
+    log.decide(died(WORK))  # the run is already ending
     assert log.lines() == []
 
 

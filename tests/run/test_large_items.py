@@ -80,7 +80,7 @@ def test_c11_item_kept_past_its_lease_stays_unchanged() -> None:
 
 
 def test_explanation_names_the_process_that_holds_memory() -> None:
-    """The explanation must name the process that holds the memory that a writer needs."""
+    """A writer waits for memory, and the explanation must name the process that holds this memory."""
     stage = StageStats("resize", "map", "process", 1, 1, 5, 5, 0, 0, 0, 0, 0, 1.0, 0.1, 0.0, 0.9)
     held = (Holder(7, 2, 3_200_000),)
     edge = EdgeStats(

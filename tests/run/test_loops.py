@@ -1,6 +1,6 @@
 """Test graphs with a declared feedback.
 
-They end when their work is done, and do not lose items. They can be stopped, fail and show progress like
+Such graphs end when their work is done, and do not lose items. Stopping, failures and progress work as in
 other graphs.
 """
 

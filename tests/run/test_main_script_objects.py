@@ -63,7 +63,7 @@ print(STATE, CACHE, COUNT)
 
 @PLACES
 def test_worker_gets_definitions_and_values_of_the_program(place: str, tmp_path: Path) -> None:
-    """The program defines or changes them under its main guard, or after the workers have started."""
+    """The program defines or changes these values under its main guard, or after the workers have started."""
     definitions = """
 CONFIG, factor = {}, 1
 def scaled(item):

@@ -49,7 +49,7 @@ def test_slow_stage_is_not_a_deadlock(checks: Callable[[], int]) -> None:
 
 
 def test_worker_waiting_in_its_own_channel_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """A thread outside of the graph may put an item into that channel."""
+    """A thread outside of the graph may put an item into the worker's own channel."""
     own: Channel[int] = Channel()
     graph = Graph("outside")
     result = graph.source(range(3)).map(lambda item: item + own.get()).collect()
@@ -64,7 +64,7 @@ def test_worker_waiting_in_its_own_channel_is_not_a_deadlock(checks: Callable[[]
 
 
 def test_batch_with_a_timeout_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """After its timeout, the batch is put, and all workers continue."""
+    """The batch is put when its timeout has passed, and then all workers continue."""
     graph = Graph("patient")
     left, right = graph.source(range(2)).tee(2, capacity=1)
     result = left.batch(4, timeout=1).zip(right).collect()
@@ -282,9 +282,9 @@ def test_pause_of_the_user_between_results_is_not_a_deadlock(checks: Callable[[]
 
 
 def test_stage_that_waits_in_select_is_not_a_deadlock(checks: Callable[[], int]) -> None:
-    """The stage selects from two channels; one of them is its own.
+    """The stage selects from its input and from a channel that is not part of the graph.
 
-    It must not be counted as two waiting workers, because another stage is working.
+    The stage must not be counted as two waiting workers, because another stage is working.
     """
     own: Channel[int] = Channel()
 

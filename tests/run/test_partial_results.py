@@ -144,7 +144,7 @@ def both(left: Out[int], right: Out[int]) -> None:
 
 @everywhere
 def test_abort_in_one_branch_does_not_cleanly_end_another_branch(on: Any, before_the_break: Any) -> None:
-    """The stage before both branches learns only that its left output has no readers."""
+    """The stage before both branches learns only that its left output has lost its readers."""
     gate = Gate()
     graph = Graph("branches")
     left, right = graph.stage(both, on=on)

@@ -144,7 +144,10 @@ def test_full_channel_of_one_worker_does_not_block_the_others(on: Any) -> None:
 
 @everywhere
 def test_feedback_is_addressed_to_the_worker_that_asked(on: Any) -> None:
-    """Each worker sends requests to one server stage, which sends the answer to the worker that asked."""
+    """Each worker sends requests to one server stage.
+
+    The server sends each answer to the worker that asked.
+    """
 
     def ask(answers: In[int], requests: Out[tuple[int, int]], out: Out[tuple[int, int]]) -> None:
         for number in range(5):

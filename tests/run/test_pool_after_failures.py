@@ -62,7 +62,7 @@ def test_worker_killed_in_a_run_is_replaced_for_the_next() -> None:
 
 @pytest.mark.usefixtures("_method")
 def test_run_after_a_failed_run_is_complete() -> None:
-    """The failed worker is replaced; the others keep their processes."""
+    """The failed worker is replaced, and the other workers keep their processes."""
     graph, run = halves()
     with graph.pool() as pool:
         run(pool, [1, 2])

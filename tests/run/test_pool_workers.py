@@ -135,7 +135,7 @@ def test_program_gets_log_records_of_a_later_run_once(caplog: pytest.LogCaptureF
 
 
 def test_cancelled_request_does_not_cancel_one_in_a_later_run() -> None:
-    """The request numbers and the path of the board are the same in the next run."""
+    """The next run uses the same request numbers and the same file of cancelled requests."""
 
     async def main() -> None:
         graph = Graph("asked")

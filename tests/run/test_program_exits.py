@@ -355,7 +355,7 @@ NOTEBOOK = """
 
 
 def test_graph_with_notebook_functions_leaves_no_processes_behind(tmp_path: Path) -> None:
-    """The cells run in a real kernel. They define functions and classes, fail, and are interrupted."""
+    """The cells run in a real kernel. The cells define functions and classes, fail, and are interrupted."""
     for needed in ("nbclient", "ipykernel"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed: pip install {needed}")

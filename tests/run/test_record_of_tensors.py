@@ -1,4 +1,4 @@
-"""Test recordings of tensors, which are read without the memory of the run that wrote them."""
+"""Test recordings of tensors. A recording is read without the memory of the run that wrote it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from flowchan.run.policy.remaining import RemainingTime
 def shown(
     done: Callable[[float], float], total: int, until: float, every: float = 0.1
 ) -> Iterator[tuple[float, float | None]]:
-    """For a run with this progress, yield the time and the estimate at each refresh of a view."""
+    """Yield the time and the estimate at each refresh of a view of a run with this progress."""
     remaining = RemainingTime()
     for number in range(int(until / every)):
         now = number * every
@@ -34,7 +34,7 @@ def test_estimate_reflects_slow_final_items_within_5_seconds(every: float) -> No
 
 
 def test_average_since_the_start_would_be_far_off() -> None:
-    """A simpler estimate would fail the test of slow final items."""
+    """An average since the start would fail the test in which the last items are slow."""
     done = slow_at_the_end(15)
     assert (10_200 - done) * 15 / done < 1
 

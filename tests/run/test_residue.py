@@ -54,7 +54,7 @@ def residue() -> set[str]:
 
 @pytest.fixture
 def _nothing_left() -> Iterator[None]:
-    """Check that a test leaves nothing behind once its run is unreferenced."""
+    """Check that a test leaves nothing behind once no object refers to its run."""
     gc.collect()
     before = residue()
     yield

@@ -47,7 +47,7 @@ def drawn(seed: int | None) -> dict[int, tuple[float, ...]]:
 
 @pytest.mark.usefixtures("_method")
 def test_workers_draw_different_numbers_and_equal_seeds_repeat_them() -> None:
-    # use the generators, because a forked process inherits a copy of their state
+    # use the generators first, because a forked process inherits a copy of their state
     random.random(), np.random.rand()
     first, again, other = drawn(7), drawn(7), drawn(8)
     assert first == again

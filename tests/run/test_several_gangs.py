@@ -1,4 +1,4 @@
-"""Test decisions about several gangs at once, whose workers report from other processes."""
+"""Test decisions about several gangs at once; the workers of the gangs report from other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test ``run.stacks``, which returns Python stacks of workers, in each worker state and placement."""
+"""Test ``run.stacks``, which returns Python stacks, for workers in each state and placement."""
 
 from __future__ import annotations
 

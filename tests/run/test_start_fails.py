@@ -59,7 +59,7 @@ class Refused:
         if threading.current_thread() is threading.main_thread():
             self.remaining -= 1
             if self.remaining == 0:
-                # raise a new exception, because a traceback keeps objects alive
+                # raise a new exception each time, because the traceback of an old one keeps objects alive
                 raise type(self.error)(*self.error.args)
         return self.usual(*arguments, **named)
 

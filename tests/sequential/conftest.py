@@ -30,7 +30,7 @@ def _equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give all layers the same cost.
 
     For its first batch, a pipe measures its layers for half a second. This fixture makes each layer run only
-    once, so tests are fast and the cut is predictable. Tests of the measurement override this fixture.
+    once, so tests are fast and the cut is predictable. Tests of this measurement override the fixture.
     """
 
     def seconds(layers: list[Any], training: bool) -> list[float]:

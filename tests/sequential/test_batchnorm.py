@@ -17,7 +17,10 @@ from flowchan.pipelines.sequential.batchnorm import DeferredBatchNorm, moments
 
 
 def normalised(momentum: float | None = 0.1) -> nn.Sequential:
-    """Return five layers that start with a batch norm layer. Its input does not depend on any parameter."""
+    """Return five layers that start with a batch norm layer.
+
+    That layer's input does not depend on any parameter.
+    """
     torch.manual_seed(0)
     return nn.Sequential(
         nn.BatchNorm1d(6, momentum=momentum),

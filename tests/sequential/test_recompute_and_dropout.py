@@ -171,7 +171,7 @@ def test_dropout_masks_differ_between_steps_and_micro_batches() -> None:
     seen = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        # the first step also computes the loss of the whole batch, which does not count here
+        # ignore the loss of the whole batch, which the first step also computes
         if len(output) == 1:
             seen.append(output.detach().clone())
         return output.mean()

@@ -64,8 +64,7 @@ def assert_near(module: nn.Module, plain: nn.Module) -> None:
 @on_both_placements
 @models
 def test_traced_model_trains_like_the_plain_model(name: str, on: Any) -> None:
-    """Use one micro-batch because of batch norm, cuts inside residual connections, and an outside
-    optimizer."""
+    """Use one micro-batch (for batch norm), cuts inside residual connections, and an external optimizer."""
     module, plain = made(name), made(name)
     loss, names = MODELS[name][2:]
     optimizers = [Adam(one.parameters(), lr=0.01) for one in (module, plain)]

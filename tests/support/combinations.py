@@ -66,7 +66,7 @@ def beyond(combinations: list[pytest.Item], together: int) -> list[pytest.Item]:
     """Choose combinations until each value or pair is covered, and return the combinations that were not
     chosen.
 
-    Each choice is the combination that covers most new values or pairs.
+    Each choice is the combination that covers the largest number of new values or pairs.
     """
     missing = all_values(combinations, together)
     while missing:

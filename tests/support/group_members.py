@@ -156,7 +156,7 @@ def work(g: Any) -> None:
 
 
 def shrunk(g: Any) -> tuple[int, int, int, list[int]]:
-    """Work until a member dies, and then continue with the others.
+    """Work until a member dies, and then continue with the other members.
 
     Returns the new rank and size, the number of ranks in a sum, and the old ranks.
     """

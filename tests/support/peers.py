@@ -141,7 +141,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 class LaunchedElsewhere(ForkingProgram):
     """The parent program of peers on another host (peer_server.py).
 
-    Each test file that uses such peers has one such program. It starts before the first test lists processes.
+    Each test file that uses such peers has one such program. The program starts before the first test lists
+    processes.
     """
 
     running: ClassVar[LaunchedElsewhere | None] = None

@@ -59,8 +59,8 @@ def load() -> None:
     gc.freeze()
     libc = ctypes.CDLL(None)
     if "torch" in sys.modules and hasattr(libc, "on_exit"):  # only glibc has it
-        # After Python's shutdown, a program ends without the destructors of torch's libraries. They would
-        # copy the memory that the program shares with this server.
+        # After Python's shutdown, a program ends without the destructors of torch's libraries. These
+        # destructors would copy the memory that the program shares with this server.
         libc.on_exit(libc._exit, None)
 
 

@@ -149,7 +149,7 @@ with listen("127.0.0.1:0", secret) as listener:
 
 
 def printed(program: str, folder: Path, code: int = 0) -> list[str]:
-    """Return the lines that a program prints in the namespace. It must end with this exit code."""
+    """Return the lines that a program prints in the namespace. The program must end with this exit code."""
     if not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("unshare or ip is not installed: apt-get install util-linux iproute2")
     namespace = ("unshare", "--user", "--map-root-user", "--net", "--mount", "sh", "-c", NAMESPACE, "sh")

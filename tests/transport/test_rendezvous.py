@@ -1,5 +1,4 @@
-"""Test that participants get the values of all others, or learn that the rendezvous has ended, and the
-reason."""
+"""Test that participants get the values of all others, or learn that the rendezvous has ended, and why."""
 
 from __future__ import annotations
 

@@ -261,7 +261,10 @@ UNGUARDED = """
 
 
 def test_unguarded_script_is_reported_with_bars(tmp_path: Path) -> None:
-    """The script starts another process. Its message must not be written to the pseudoterminal."""
+    """The script starts another process.
+
+    The message of that process must not be written to the pseudoterminal.
+    """
     lines, code = on_terminal([sys.executable, str(script(tmp_path, UNGUARDED))], tmp_path)
     assert code == 0, lines
     assert any('put this code under `if __name__ == "__main__":`' in line for line in lines), lines

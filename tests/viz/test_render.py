@@ -1,6 +1,6 @@
 """Test that pictures are drawn wherever the package is installed, even without ``dot``.
 
-They are drawn by the first renderer that works.
+The first renderer that works draws the picture.
 """
 
 from __future__ import annotations

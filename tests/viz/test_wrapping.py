@@ -30,7 +30,7 @@ def test_chain_takes_as_few_rows_as_possible(length: int) -> None:
 
 
 def test_row_ends_where_few_arrows_cross() -> None:
-    """Two stages lead to a fan of 8 stages, and three more follow. The whole fan fits into one row."""
+    """Two stages lead to a fan of 8 stages, and three more stages follow. The whole fan fits into one row."""
     fan = range(2, 10)
     arrows = [(0, 1), *((1, one) for one in fan), *((one, 10) for one in fan), (10, 11), (11, 12)]
     rows = [row for row, _ in wrapped(13, arrows, 4)]
