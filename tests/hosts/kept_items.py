@@ -12,14 +12,14 @@ from flowchan import Run
 SIZE = 300_000
 
 
-def make(number: int) -> bytes:
-    return bytes([number % 251]) * (SIZE + number)
+def make(number: int, size: int = SIZE) -> bytes:
+    return bytes([number % 251]) * (size + number)
 
 
-def check(item: bytes) -> int:
+def check(item: bytes, size: int = SIZE) -> int:
     """Return the item's number. Fail if the item is damaged."""
-    number = len(item) - SIZE
-    assert item == make(number)
+    number = len(item) - size
+    assert item == make(number, size)
     return number
 
 

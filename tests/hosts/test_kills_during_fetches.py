@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hosted import agents, workers_of
+from kept_items import check, make
 from support.waiting import wait_until
 
 from benchmarks.slow_connections import cut
@@ -21,15 +22,12 @@ pytestmark = pytest.mark.usefixtures("no_agent_stays")
 SIZE = 4_000_000
 
 
-def make(number: int) -> bytes:
-    return bytes([number % 251]) * (SIZE + number)
+def make_large(number: int) -> bytes:
+    return make(number, SIZE)
 
 
-def check(item: bytes) -> int:
-    """Return the item's number. Fail if the item is damaged."""
-    number = len(item) - SIZE
-    assert item == make(number)
-    return number
+def check_large(item: bytes) -> int:
+    return check(item, SIZE)
 
 
 def kill_agent(agent: psutil.Process) -> None:
@@ -72,8 +70,8 @@ def test_items_arrive_once_despite_kills_during_fetch(
             made += 1
 
     graph, pool = Graph("killed"), local(2)
-    items = graph.source(numbers).map(make, on=pool.assigned(["local-1"]))
-    checked = items.map(check, on=pool.assigned(["local-2"])).collect()
+    items = graph.source(numbers).map(make_large, on=pool.assigned(["local-1"]))
+    checked = items.map(check_large, on=pool.assigned(["local-2"])).collect()
     with graph.start() as run:
         results = run.iter(checked)
         found = [next(results)]

@@ -33,8 +33,7 @@ Using Megatron-LM". The number before the colon is the part. ::
 
 In the paper, the numbers of micro-batches and of parts must be multiples of W. Here they can be any numbers.
 The schedule for the next multiple is generated, and steps that do not exist are omitted. The remaining order
-is still feasible, so that there is no deadlock. Multiples of W are faster, because workers are idle during
-omitted steps.
+cannot deadlock. Multiples of W are faster, because workers are idle during omitted steps.
 
 *Zero bubble*: a backward pass has two halves. The previous part waits only for the gradients of the inputs
 (``I``). The gradients of the weights (``W``) can be computed at any time before the update, so they can fill
