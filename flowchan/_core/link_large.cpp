@@ -67,8 +67,7 @@ void Link::pass_over(const Head& head) {
     LinkStream* stream = find(head.stream);
     if (!stream || head.port >= stream->sinks.size()) return;
     Sink& sink = stream->sinks[head.port];
-    sink.count_used(sink.got, 0, head.n);
-    sink.got += 1;
+    sink.drop(head.n);
     note_progress();
 }
 

@@ -409,6 +409,13 @@ void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
     forget_reference(0);
 }
 
+// A dropped item does not count as used, because `flush` promises that the owner has put the used items (C3).
+// After an output was lent, all later outputs must be counted, because the worker's host frees them in order.
+void Sink::drop(uint64_t key) {
+    if (is_lent) count_used(got, 0, key);
+    got += 1;
+}
+
 // Forget a reference whose output the worker's host may now free. Outputs are freed in order.
 void Sink::forget_reference(uint64_t reference) {
     const auto is_it = [reference](const Lent& one) { return one.reference == reference; };

@@ -235,8 +235,7 @@ bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
 
 bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     if (sink.drops_items()) {
-        sink.count_used(sink.got, 0, item.key);
-        sink.got += 1;
+        sink.drop(item.key);
         note_progress();
         return true;
     }

@@ -95,6 +95,7 @@ def test_outputs_survive_broken_connections_and_dead_makers(seed: int) -> None:
 
 
 def test_replays_are_sent_beyond_the_full_window_of_their_maker() -> None:
+    items = 400  # more than the first worker takes
     source, between, results = ring(), ring(), ring()
     with Hosts() as hosts:
         first, second = (
@@ -104,15 +105,15 @@ def test_replays_are_sent_beyond_the_full_window_of_their_maker() -> None:
         second.out[0]._share = SIZE  # one unread output then fills the second worker's window
         reading = [RemoteWorker(hosts.readers, n, between, results, one_output=True) for n in (1, 2)]
         out = results.reader()
-        threads = [feeding(source, range(100)), first.start(made)]
+        threads = [feeding(source, range(items)), first.start(made)]
         # the readers and the channel contain only outputs of the first worker
-        wait_until(lambda: staged_by(first) > 0)
+        wait_until(lambda: between.stats().inside == between.stats().leased == 8 and staged_by(first) > 0)
         threads.append(second.start(made))
         wait_until(lambda: staged_by(second) > 0)
         replacement = first.die(3)
         threads += [one.start(number_of) for one in reading]
         threads.append(replacement.start(made))  # the replacement and the second worker share the replays
-        assert sorted(out) == list(range(100))
+        assert sorted(out) == list(range(items))
         for thread in threads:
             thread.join()
     assert _core._references() == 0
