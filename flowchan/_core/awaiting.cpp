@@ -94,9 +94,9 @@ void Watch::ring() {
     if (asleep_.load(std::memory_order_seq_cst)) futex_wake(doorbell_, 1, false);
 }
 
-// Sleep until the doorbell rings, a wait changes, or `seconds` have passed. `heard` is the value that the
-// doorbell had before the caller last checked its waits. If the doorbell has rung since then, the sleep ends
-// at once. Remove the changed waits from their queues, and return their indices.
+// Sleep until the doorbell rings, a wait changes, or `seconds` have passed. `heard` is the value of the
+// doorbell before the caller last checked its waits. If the doorbell has rung since then, the sleep ends at
+// once. Remove the changed waits from their queues, and return their indices.
 nb::list Watch::sleep(uint32_t heard, nb::list waits, double seconds) {
     std::vector<Await*> all;
     std::vector<WaitedWord> words{

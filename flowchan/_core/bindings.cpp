@@ -82,8 +82,8 @@ uint32_t uncounted_session(Channel& ch) {
     throw nb::python_error();
 }
 
-// Let only the supervisor end this session. Any other process that notices the worker's death must leave the
-// session alone.
+// From now on, only the supervisor may end this session. Any other process that notices the worker's death
+// must leave the session alone.
 template <class Port>
 void supervise(Port& port) {
     locked_ring(*port.ch, [&](Ring& ring, Wakes&) { ring.session(port.state.session).supervised = 1; });

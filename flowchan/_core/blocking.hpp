@@ -2,7 +2,7 @@
 // and gives up at the deadline.
 //
 // `op` performs the operation on the transport and returns a Step. The loop calls it under the transport's
-// lock; on a ring, `op` must not touch Python objects. The caller must have the GIL, which the loop releases
+// lock; on a ring, `op` must not touch Python objects. The caller must hold the GIL, which the loop releases
 // only while it sleeps.
 #pragma once
 
@@ -118,7 +118,7 @@ struct Traits<Ring> {
             futex_wake(r.header().reader_queue.seq, r.header().reader_queue.call(1), true);
     }
     // Leave the queue. Return whether the futex word has changed. If the session ended during the wait, the
-    // end of the session has already removed it from the queue.
+    // call has already been removed from the queue.
     static bool leave(Ring& r, const Caller& caller, Waiting& waiting, bool) {
         Session& s = r.session(caller.session);
         const bool called = word(r, caller, waiting).load(std::memory_order_relaxed) != waiting.seen;
@@ -199,8 +199,8 @@ struct Traits<Ring> {
     }
 };
 
-// Record, under the lock, that an item gets no more outputs. Return Wait if the item is too far ahead of its
-// turn, as a put does.
+// Record, under the lock, that an item gets no more outputs. Like a put, return Wait if the item is too far
+// ahead of its turn.
 template <class M>
 Step finish_item(M& m, WriterState& writer, uint64_t number, Wakes& wakes) {
     // The item has no output, so forget how many outputs a dead predecessor put for it.

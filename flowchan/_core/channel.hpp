@@ -50,8 +50,8 @@ class Channel {
     int64_t last_found_nothing = 0;
     // ring: the session that plain calls of this process share, opened by the first of them
     std::atomic<uint32_t> plain = 0;
-    // how many coroutines of this process wait for this channel; only statistics read it, so relaxed order is
-    // enough
+    // number of coroutines of this process that wait for this channel; only statistics use it, so relaxed
+    // order is enough
     std::atomic<uint32_t> awaiting = 0;
 
     Channel(uint64_t capacity, bool processes, uint64_t max_bytes, std::string name);
@@ -225,7 +225,7 @@ struct In {
     In(nb::object channel, int session);
     ~In();
     void close(bool finished);
-    void drop();  // gives back the leased items when no user has the port any more
+    void drop();  // gives back the leased items once the port has no user left
     void call_due();
 
   private:

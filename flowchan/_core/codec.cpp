@@ -116,9 +116,9 @@ PyObject* decode_buffers(const char* at, uint64_t size, const std::shared_ptr<Bl
 }
 
 // Call `loads` with the pickle and its buffers. For PINNED and BUNDLE, pass a tuple of a view, the list, and
-// the fd bundle. The view keeps the item alive. The view is None for a reader that must not keep the item
-// alive. The buffers of PINNED and BUNDLE items are copied, because a user who keeps one buffer would
-// otherwise keep the whole item alive.
+// the fd bundle. The view keeps the item alive. For a reader that must not keep the item alive, the tuple has
+// None instead of the view. The buffers of PINNED and BUNDLE items are copied, because a user who keeps one
+// buffer would otherwise keep the whole item alive.
 PyObject* decode_with_buffers(uint64_t kind, const char* at, uint64_t size,
                               const std::shared_ptr<Block>& block, PyObject* bundle) {
     const uint64_t pin = needs_its_slot(kind) ? PIN : 0;

@@ -55,8 +55,8 @@ void notify_put(const ObjectFrame& frame, PyObject* channel);
 constexpr uint64_t LOAN_HEAD = 4096;
 bool lay_into(ObjectFrame& frame, const Block& loan);
 
-// A reference that is between two channels (references.hpp). If it does not get into the second one, its output
-// is released.
+// A reference on its way from one channel to another (references.hpp). If it does not reach the second
+// channel, its output is released.
 struct Reference {
     explicit Reference(uint64_t id);
     Reference(const Reference&) = delete;

@@ -29,8 +29,8 @@ class ExtraSleeper {
     ~ExtraSleeper();
     ExtraSleeper(const ExtraSleeper&) = delete;
     void watch(Watched watched);
-    // Forget the thread in a forked child, where it does not exist. Detaching would access the state of the
-    // thread. That state is on the thread's stack, and the child may have reused that memory.
+    // Forget the thread in a forked child, where it does not exist. Detaching it would access the thread's
+    // state, which is on the thread's stack. The child may have reused that memory.
     void abandon() { thread_ = nullptr; }
 
   private:

@@ -49,7 +49,7 @@ struct Frame {
     char small[SMALL];          // the payload of DIRECT
     Piece one{};                // the payload of BYTES, PICKLE, and any item received as one piece
     std::vector<Piece> pieces;  // the payload of BUFFERS
-    uint64_t deaths = 0;        // how many remote workers died while they had the item
+    uint64_t deaths = 0;        // how many remote workers died while they held the item
     // The worker that a large output is for, plus one. 0: the next stage has no keys. ROUTE_UNKNOWN: only the
     // owner's process can choose the worker, so the output must not stay on its host (references.hpp).
     static constexpr uint32_t ROUTE_UNKNOWN = UINT32_MAX;

@@ -55,7 +55,7 @@ Step give_up(In& in, PyObject* item, uint64_t deaths, PyObject* error) {
 
 }  // namespace
 
-// Any signal handler may have raised the error, not only the handler for Ctrl-C. The error interrupts only
+// Any signal handler may have raised the error, not just the handler for Ctrl-C. The error interrupts only
 // this call.
 bool is_interrupt() {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
@@ -98,8 +98,8 @@ Step not_received(Ring& ring, In* in, Taking taking, Taken& taken) {
     return Step::Interrupted;
 }
 
-// Return an item's descriptors as `loads` needs them: a list, and the errno if some are missing. Return null
-// with an error set.
+// Return an item's descriptors in the form that `loads` needs: a list, and the errno if some are missing.
+// Return null with an error set.
 nb::object opened_bundle(Ring& ring, const Taken& taken) {
     const uint64_t id = bundle_of(taken.kind, taken.at, taken.size);
     if (!id) return nb::none();
@@ -118,8 +118,8 @@ nb::object opened_bundle(Ring& ring, const Taken& taken) {
     ReaderState* reader = in ? &in->state : nullptr;
     const uint32_t session = reader ? reader->session : ch.plain_session();
     bool finished = false;
-    // May this get recall items from another reader's run? A call that waits first tries without recalling,
-    // because a new item usually comes sooner.
+    // Whether this get may recall items from another reader's run. A call that may wait first tries without
+    // recalling, because a new item usually arrives sooner.
     bool recalls = deadline.now_only();
     if (reader && !reader->once) runs(in, Session::OURS);
     const Step step = perform(
@@ -363,8 +363,8 @@ uint64_t first_unfinished(In& in) {
                             }});
 }
 
-// Make the port's outputs take turns from now on, because the stage gets more workers. This worker must have
-// no leased items.
+// Make the port's outputs take turns from now on, because the stage is getting more workers. This worker must
+// have no leased items.
 void keep_turns(In& in) {
     const uint64_t first = first_unfinished(in);
     for (Out* out : in.feeds) {

@@ -34,7 +34,7 @@ constexpr uint32_t MOST_LEFT_OUT = 4096;
 constexpr uint32_t LEAST_PAUSES = 20;
 
 // A pause takes 11 ns, so 8000 pauses take about 90 µs, which is the cost of a sleep and a wake-up. If
-// members outnumber cores, a spin would take the core from the very member that is awaited.
+// members outnumber cores, a spin would keep the core from the very member that it waits for.
 uint32_t most_pauses(uint32_t members) {
     static const uint32_t cores = std::thread::hardware_concurrency();
     return members <= cores ? 8000 : LEAST_PAUSES;
@@ -313,9 +313,8 @@ End Member::await(uint32_t member, Patience& patience) {
 }
 
 // If the members themselves keep all cores busy, a yield lets another member run. If other programs keep the
-// cores busy, a yield takes as long as the time slices of these programs. A thread that wakes from a sleep
-// runs before them. After a yield longer than LONG_YIELD_NS, the next waits therefore sleep without yielding
-// first.
+// cores busy, a yield takes as long as their time slices. A thread that wakes from a sleep runs before these
+// programs. After a yield longer than LONG_YIELD_NS, the next waits therefore sleep without yielding first.
 bool Member::arrives_after_yields(uint32_t member) {
     if (left_out_) return --left_out_, false;
     for (int i = 0; i < YIELDS; ++i) {

@@ -87,13 +87,13 @@ static_assert(sizeof(Cell) == LINE);
 enum Membership : uint32_t { PRESENT, LEFT, GAVE_UP };
 // Flags of a cell. NO_MEMORY: the owner has no memory for its big slot. IN_PLACE: read the data from the
 // owner's memory. COULD_NOT: a direct read by the owner failed. TELLS: every member publishes the plan that
-// it uses now, and rank 0 publishes the plan for the next operation of this size class.
+// it uses now, and rank 0 also publishes the plan for the next operation of this size class.
 constexpr uint32_t NO_MEMORY = 1, IN_PLACE = 2, COULD_NOT = 4, TELLS = 8;
 constexpr uint32_t OWN_PLAN = 8, NEXT_PLAN = 16;  // shifts of the two plan numbers within the flags
 
 struct MemberSlot {
     Cell cell[2];
-    // members that sleep until one of this member's cells changes
+    // number of members that sleep until one of this member's cells changes
     alignas(LINE) std::atomic<uint32_t> sleepers{0};
     alignas(LINE) std::atomic<uint64_t> owner{0};  // process that joined as this member
     std::atomic<uint64_t> started{0};
@@ -298,7 +298,7 @@ class Member {
     unsigned char* payload(uint32_t member, size_t bytes) const {
         return bytes <= INLINE ? cell(member).data : bytes <= SMALL ? small(member) : big(member);
     }
-    // Returns the size class of an operation, or UNTRIED if every plan takes equally long.
+    // Returns the size class of an operation, or UNTRIED if all plans take equally long.
     static uint32_t kind_of(uint64_t bytes);
     uint64_t shown_at(uint32_t member) const { return *reinterpret_cast<const uint64_t*>(cell(member).data); }
     End begin(Call call);

@@ -198,7 +198,7 @@ void Array::add_shape(uint64_t extent) {
     count *= extent;
 }
 
-// Reads NumPy's own structure for built-in types: asking for a buffer would take longer than a small
+// Reads NumPy's own structure for built-in types, because asking for a buffer would take longer than a small
 // operation.
 bool Array::read_numpy(PyObject* object) {
     const auto* array = reinterpret_cast<const NumpyArray*>(object);

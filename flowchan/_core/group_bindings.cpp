@@ -36,7 +36,7 @@ nb::object checked(PyObject* made) {
     return nb::steal(made);
 }
 
-// Allocates Python bytes for the data of all members, or of one member.
+// Allocates Python bytes objects for the data of all members, or of one member.
 class PlaceBytes : public Member::Place {
   public:
     PlaceBytes(Calling& calling, int only) : calling_(calling), only_(only) {}

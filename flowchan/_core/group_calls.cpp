@@ -26,8 +26,8 @@ PyObject* reduce_scatter_array(PyObject* self, PyObject* x, PyObject* out, PyObj
 }
 
 // Combines the arrays of all members. The result goes only to the member `root`, or to all members if `root`
-// is negative. Returns NotImplemented unless `x` and `out` are contiguous arrays of matching sizes. `part_of`:
-// if this is one step of a call across several hosts, the key of that call.
+// is negative. Returns NotImplemented unless `x` and `out` are contiguous arrays of matching sizes.
+// `part_of`: the key of the whole call, if this is one step of a call across several hosts.
 PyObject* reduce_arrays(PyObject* self, uint32_t doing, PyObject* x, PyObject* out, PyObject* op_name,
                         int root, PyObject* timeout, uint64_t part_of) {
     PyGroup& group = group_of(self);

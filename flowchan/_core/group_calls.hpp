@@ -77,8 +77,8 @@ class Calling : public Patience {
     }
 
   private:
-    // Waits until no other thread runs an operation. In a forked child, that thread does not exist, so the
-    // wait would never end; the child gets Taken at once.
+    // Waits until no other thread is running an operation. In a forked child, that thread does not exist, so
+    // the wait would never end; the child gets Taken at once.
     End await_turn() {
         PyGroup& group = group_of(self_);
         Member::Use& use = group.in_use();
@@ -105,7 +105,7 @@ class Calling : public Patience {
 };
 
 // Raises the error for an operation that ended with `end`, and returns null. `x`, `root` and `more` are
-// arguments of the call; a negative `root` means that it has no root.
+// arguments of the call; a negative `root` means that the operation has no root.
 inline PyObject* raise_end(PyObject* self, End end, uint32_t doing, PyObject* x, PyObject* more,
                            int root = -1) {
     if (end == End::Interrupted) return nullptr;

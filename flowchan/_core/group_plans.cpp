@@ -19,7 +19,7 @@ constexpr uint32_t SMALL_KINDS = 2;
 // Lower bound of the smallest size class in bytes. For less data, all plans take equally long.
 constexpr uint64_t LEAST = 8 * 1024;
 constexpr uint32_t IN_ONE_PIECE = 4;  // size classes that fit into one small piece
-// Size classes so small that one thread has read the data before a second thread could start.
+// Number of size classes so small that one thread has read the data before a second thread could start.
 constexpr uint32_t BY_ONE = 8;
 
 constexpr uint32_t BY_TWO = plans_where([](const Plan& one) { return one.by_two; });
@@ -37,8 +37,8 @@ uint32_t Member::kind_of(uint64_t bytes) {
     return bytes <= LEAST ? UNTRIED : std::min<uint32_t>(std::bit_width((bytes - 1) / LEAST) - 1, TRIED - 1);
 }
 
-// Returns a bit for each plan that can run this operation. If several plans would do the same, the result
-// includes only one of them. All members that make the same call get the same result.
+// Returns a bit for each plan that can run this operation. If several plans would do the same work, the
+// result includes only one of them. All members that make the same call get the same result.
 uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     const bool in_one_piece = kind < IN_ONE_PIECE || kind == UNTRIED;
     uint32_t found = usable_plans(doing, kind);
@@ -48,7 +48,7 @@ uint32_t Member::possible(uint32_t doing, uint32_t kind) const {
     return found;
 }
 
-// Returns a bit for each plan that can run this operation, including plans that do the same.
+// Returns a bit for each plan that can run this operation, including plans that do the same work.
 uint32_t Member::usable_plans(uint32_t doing, uint32_t kind) const {
     if (const Algorithm algorithm = chosen_[doing % OPERATIONS]; algorithm != Algorithm::Any)
         return plans_of(algorithm == Algorithm::Direct && !direct_ ? Algorithm::Chunks : algorithm);

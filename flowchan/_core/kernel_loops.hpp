@@ -1,7 +1,7 @@
 // The loops of kernels.cpp, which includes this file once per instruction set, each time in a different
 // namespace.
 
-// How many elements to combine at a time; this block fits into the first-level cache.
+// How many elements to combine at a time; a block of this size fits into the first-level cache.
 constexpr size_t BLOCK = 512;
 
 struct Half {

@@ -3,12 +3,12 @@
 //   | Header | Session x SESSIONS | Group x groups | blocks -> ...            ... <- slots |
 //
 // The memory is one unnamed memfd, so the kernel frees it when its last user ends (C12). The file is as long
-// as the channel could ever need, but only parts of it are allocated. The allocated parts are some session
-// records, the bytes up to `reserved_low`, and the bytes from `reserved_high`. `fallocate` allocates
-// each further part of the file before it is used. If memory is exhausted, that call fails, so no access can
-// ever raise SIGBUS. Free lists keep freed blocks and slots for reuse, often while the caches still have
-// them. No memory is returned to the kernel before the channel ends. Each process maps everything before the
-// blocks, and all existing blocks and slots (windows.hpp).
+// as the channel could ever need, but only parts of it are allocated. The allocated parts are some of the
+// session records, the bytes up to `reserved_low`, and the bytes from `reserved_high` on. `fallocate`
+// allocates each further part of the file before it is used. If memory is exhausted, that call fails, so no
+// access can ever raise SIGBUS. Free lists keep freed blocks and slots for reuse, often while the caches
+// still have them. No memory is returned to the kernel before the channel ends. Each process maps everything
+// before the blocks, and all existing blocks and slots (windows.hpp).
 //
 // An item occupies a slot, plus a block if it does not fit into the slot. Slots are linked by their offsets
 // in the file; offset 0 is the header and therefore means "none". The FIFO is the list from `head` to `tail`.
@@ -85,10 +85,10 @@ struct alignas(64) Session {
     // unpickling.
     enum At : uint64_t { OURS = 0, UNPICKLING = 1, USERS = 2 };
     uint64_t at;
-    // Reader: items that its dead predecessors had, and the kind of code (see At) in which the last
+    // Reader: items that its dead predecessors held, and the kind of code (see At) in which the last
     // predecessor died. No other session may take these items.
     uint64_t reserved_head, reserved_tail, reserved, reserved_at;
-    // Number of leased items that the reader has started, counted from the oldest. 0 means that it has
+    // Number of leased items that the reader has started, counting from the oldest. 0 means that it has
     // started all of them. A link writes this for its remote worker. A worker that has a run writes this
     // itself (ring_runs.cpp).
     uint64_t begun;
@@ -101,8 +101,8 @@ struct alignas(64) Session {
     uint64_t suspects() const { return begun && begun < leased ? begun : leased; }
 };
 
-// A slot keeps its block for good: slot and block enter and leave the free list of the block's class
-// together. A block therefore contains only payload, and may be filled while it is still on its free list.
+// A slot keeps its block permanently: the two enter and leave the free list of the block's class together. A
+// block therefore contains only payload, and may be filled while it is still on its free list.
 struct alignas(64) Slot {
     static constexpr uint64_t KEYLESS = UINT64_MAX;
     static constexpr uint64_t INLINE = 80;  // the first 16 bytes share a cache line with the fields above
@@ -153,8 +153,8 @@ struct Constants {
 };
 
 struct Header : Constants {
-    // The file is allocated up to `reserved_low` and from `reserved_high`. No redo is needed, because these
-    // are written after fallocate.
+    // The file is allocated up to `reserved_low` and from `reserved_high` on. No redo is needed, because
+    // these are written after fallocate.
     uint64_t reserved_low, reserved_high;
     uint64_t reserved_sessions;  // how many session records are allocated; also needs no redo
 
@@ -185,7 +185,7 @@ struct Header : Constants {
     // is empty. No redo is needed, because the word is set before another process gets the channel.
     uint64_t share;
     // Nonzero: a writer waits for bytes, not for places. No redo is needed, because the writer sets the word
-    // again when it tries again.
+    // again with each attempt.
     uint64_t short_of_memory;
     // pid of a process that died with a counted writer open, or 0. At the end of such a channel, readers get
     // Broken.
@@ -223,7 +223,7 @@ struct Header : Constants {
     alignas(64) WaitQueue reader_queue;  // wait queues need no redo, see waiting.hpp
     WaitQueue writer_queue;
     // When a process last searched for dead sessions. This is a hint that orders no other memory access. Each
-    // call reads it, so no word that changes often shares its cache line.
+    // call reads it, so its cache line has no other word that changes often.
     alignas(64) std::atomic<uint64_t> swept_ns;
     Redo redo[RECORDS];
 

@@ -19,7 +19,7 @@ std::unordered_set<Link*> live;
 }  // namespace
 
 // A forked child gets a copy of the socket but no threads, so it closes the copy. Otherwise, the other side
-// would not notice the end of this process until the child also ends. Before a fork, the process takes the
+// would not notice the end of this process until the child also ended. Before a fork, the process takes the
 // locks of all links. The child then finds them in a consistent state, and has no ring locked.
 const int Link::fork_hook = pthread_atfork(before_fork, after_fork, in_child);
 
@@ -174,8 +174,8 @@ void Link::leave_connection(int fd, const std::string& why) {
     changed_.notify_all();
 }
 
-// Count a connection that has ended. If it made no progress although items were waiting to be carried, start
-// the clock of stuck_for().
+// Count a connection that has ended. If it made no progress although items were waiting to be sent, start the
+// clock of stuck_for().
 void Link::note_break() {
     breaks.fetch_add(1, std::memory_order_relaxed);
     for (auto& [number, stream] : streams_)

@@ -1,4 +1,4 @@
-// Link: the connection between two hosts of a run. A link serves the ports of remote workers.
+// Link: the connection between two hosts of a run. It serves the ports of remote workers.
 //
 // The owner side has the channels, and the worker side runs the remote workers. Like any worker, a remote
 // worker has ports on the owner side. For each port, the worker side has a ring that the worker reads or
@@ -21,8 +21,8 @@
 // Large outputs for remote workers stay on the host that made them (references.hpp, link_references.cpp).
 //
 // No thread waits for a receiver. A Source sends only the items that fit into the worker's window. Outputs
-// are sent until too many of them are *staged*, which means that they wait for room on the owner side. A slow
-// stage therefore never delays the frames of other stages.
+// are sent until too many of them are *staged*, that is, waiting for room on the owner side. A slow stage
+// therefore never delays the frames of other stages.
 //
 // Two threads serve a link: the sender also moves staged items, and the receiver reads frames. (With many
 // workers, extra threads sleep on the rings and wake the sender.) The sender and the receiver hold `mutex_`
@@ -79,7 +79,7 @@ struct StreamCounts {
     uint64_t window;       // bytes that this side may have in transit
     bool starved;          // the worker waits for an item
     uint64_t taken, used;  // items taken from this side's rings, and put into them
-    // in how many wait queues on this side the link waits
+    // number of wait queues on this side in which the link waits
     uint64_t standing;
 };
 
@@ -123,8 +123,8 @@ class Link {
         WriterState writer;
         bool follows, replays;
     };
-    // `on_demand`: send items only to workers that wait for an item or process an item. `limited`: grant the
-    // other side one put per free place, although another writer may take the place first. `lends`: keep
+    // `on_demand`: send items only to workers that wait for an item or are processing one. `limited`: grant
+    // the other side one put per free place, although another writer may take the place first. `lends`: keep
     // large outputs of the first port on the worker's side until a host fetches them.
     void open_stream(uint32_t number, const std::vector<Taking>& takes, const std::vector<Putting>& puts,
                      bool on_demand, bool limited, bool lends = false);
@@ -142,7 +142,7 @@ class Link {
     std::optional<bool> await_used(uint32_t number, uint64_t count, int64_t until);
     void drop_stream(uint32_t number);
     // Outputs that stay on the worker's side until another host fetches them (references.hpp). On both sides,
-    // set the address at which hosts fetch them before opening the first stream.
+    // set the address at which hosts fetch them. Do this before opening the first stream.
     void set_fetch_address(std::string address) { fetch_address_ = std::move(address); }
     const std::string& fetch_address() const { return fetch_address_; }
     // Worker side: send fetched outputs over `fd` until the connection ends.
@@ -168,8 +168,8 @@ class Link {
     int64_t silent_for() const { return now_ns() - last_byte_at_.load(std::memory_order_relaxed); }
     int64_t round_trip() const { return round_trip_.load(std::memory_order_relaxed); }
     bool connected();
-    // Return how many ns ago connections began to break while items were in transit and none arrived. Return
-    // 0 until two connections in a row have broken in this way.
+    // Return how many ns ago connections began to break with items in transit of which none arrived. Return 0
+    // until two connections in a row have broken in this way.
     int64_t stuck_for();
     uint64_t breaks_in_vain();  // how many connections in a row broke without progress
     std::vector<StreamCounts> counts();

@@ -99,9 +99,9 @@ auto with_os_errors(Function function) {
     }
 }
 
-// Return how long one sleep may last. Only the main thread handles signals, so only it must wake after each
-// slice. Any other thread sleeps until an event comes: a driver has one such thread per agent, and each
-// wake-up would take the GIL.
+// Return how long one sleep may last. Only the main thread handles signals, so only that thread must wake
+// after each slice. Any other thread sleeps until an event comes: a driver has one such thread per agent, and
+// each wake-up would take the GIL.
 int64_t slice_here(Deadline deadline) {
     return thread_number() == uint32_t(getpid()) ? deadline.slice()
                                                  : std::min<int64_t>(deadline.left(), 3600'000'000'000);

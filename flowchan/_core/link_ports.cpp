@@ -16,8 +16,8 @@ void Window::update(bool starved, bool waits, bool gathers, uint64_t ahead, uint
     // window grows at most once per round trip, because more items cannot arrive earlier.
     const bool hurries = double(finished) * double(2 * round_trip) > size_ * double(passed);
     starved = starved || ((waits || hurries) && ahead >= size() && passed >= round_trip);
-    // How many items the worker finishes in four round trips. The extra 1 ms is for waking threads along the
-    // way.
+    // How many items the worker finishes in four round trips. The extra 1 ms allows for waking threads along
+    // the way.
     const double few = passed ? double(finished) / double(passed) * double(4 * round_trip + 1'000'000) : 0;
     if (starved) {
         const bool quick = finished && passed / int64_t(finished) < worth;
@@ -178,8 +178,8 @@ void Source::handle_take(Step step) {
         ending = Ending::Broke;
         cause = ring->cause();
     } else if (step == Step::Drained && (active() == 0 || (starved && started == active()))) {
-        // A worker that gathers items and has all remaining items gets the end now. If other readers give
-        // back items later, this worker does not get those items.
+        // A worker that gathers items and has all remaining items is now sent the end. If other readers give
+        // back items later, this worker does not get them.
         ending = Ending::Drained;
     }
 }

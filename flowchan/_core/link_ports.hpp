@@ -68,7 +68,7 @@ constexpr uint64_t MOST_AHEAD = 1 << 16;
 
 // How many items a remote worker may have in advance, besides the item that it waits for. One item in advance
 // is normally enough. The window grows if the worker would wait longer for an item than it takes to process
-// one. The window then covers the items that the worker finishes in a few round trips. So even a fast or
+// one. Even then, it covers only the items that the worker finishes in a few round trips. So even a fast or
 // distant worker does not hoard items that other workers could start.
 class Window {
   public:
@@ -123,10 +123,11 @@ class ByteWindow {
 class Source {
   public:
     static constexpr uint64_t MORE = 64, FETCHES = 4, MOST_FETCHES = 16;
-    // For how long a reader leaves an item to a reader on the host that has it.
+    // How long a reader leaves an item for a reader on the host that has it.
     static constexpr int64_t LEAVE_NS = 20'000'000;
-    // How many bytes of outputs a worker may keep on its host. If one worker were far ahead of the others, the
-    // next outputs in the channel would all be on its host. All readers would then wait for that connection.
+    // How many bytes of outputs a worker may keep on its host. If one worker were far ahead of the others,
+    // the next outputs in the channel would all be on its host. All readers would then wait for the
+    // connection to that host.
     static constexpr uint64_t MOST_KEPT = 8 << 20;
     struct Entry {
         const char* at;
@@ -177,9 +178,9 @@ class Source {
 
     // True if outputs must be put in the order of their items. The source then takes no item that precedes
     // one of its leased items. The output for the earlier item would have to be put first, but would be sent
-    // behind an output that may wait for room. Another worker can take the earlier item, because the worker
-    // that gave that item back, or that worker's replacement, has no later item. Replays are an exception,
-    // because their outputs are not put.
+    // behind an output that may wait for room. Another worker can always take the earlier item: the worker
+    // that gave it back, or its replacement, has no later item. Replays are an exception, because their
+    // outputs are not put.
     bool ascending = false;
     bool is_held_back() const {
         if (!ascending || ring->is_replay_next()) return false;
@@ -196,7 +197,7 @@ class Source {
     // Return whether to take the item at the head of the ring. If another reader should take it, wake that
     // reader. Call this while holding the ring's lock.
     bool wants_head(uint64_t most);
-    // Return when to stop leaving the item at the head to another reader, or INT64_MAX.
+    // Return the time at which to stop leaving the item at the head to another reader, or INT64_MAX.
     int64_t leaves_until() const {
         const bool wants_any = demand.load(std::memory_order_relaxed) == Demand::Any;
         return leaves_head && wants_any && has_more() ? left_at + LEAVE_NS : INT64_MAX;
@@ -232,11 +233,11 @@ class Source {
     // Return the input item of the first unsent output, or Slot::KEYLESS if there is none. Until that output
     // is sent, neither this item nor any later one can finish.
     uint64_t first_key();
-    // Owner side: send nothing to a worker that neither waits for an item nor processes one. Its items go
-    // back to the ring for other workers.
+    // Owner side: send nothing to a worker that is neither waiting for an item nor processing one. Its items
+    // go back to the ring for other workers.
     bool on_demand = false;
-    // Owner side: return how many items may be sent in advance. A worker that gathers always gets more once
-    // it has received everything that was sent.
+    // Owner side: return how many items may be sent in advance. A worker that is gathering items is always
+    // sent more once it has received everything sent so far.
     uint64_t allowed_ahead() const {
         if (on_demand && !starved && !started) return 0;
         const bool gathers = starved && started && started == active();
@@ -282,8 +283,8 @@ class Source {
     uint64_t base = 0, sent = 0, bytes = 0, done = 0;
     uint64_t settled = 0;  // owner side: see settle()
     // Owner side: number of active items whose outputs must arrive even if the worker already keeps too many
-    // bytes. They are replays, and items before one that the worker has taken earlier. Readers may not be able
-    // to finish the kept outputs before these arrive.
+    // bytes. These are replays, and items that precede one the worker has already taken. Readers may not be
+    // able to finish the kept outputs before these arrive.
     uint64_t urgent = 0;
     uint64_t highest = 0;         // owner side: the highest number of an item taken so far
     bool remakes = false;         // worker side: an item is urgent

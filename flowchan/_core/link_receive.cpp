@@ -282,8 +282,8 @@ void Link::count_arrival(Sink& sink, bool is_news) {
     has_news_ = has_news_ || is_news;
 }
 
-// Refuse an item that exceeds the memory limit on this side, although it was within the limit at its origin.
-// No later item is put.
+// Refuse an item that exceeds the memory limit on this side, although it was within the limit on its own
+// host. No later item is put.
 void Link::refuse(const LinkStream& stream, Sink& sink, uint64_t size) {
     sink.refuses = true;
     sink.forget_staged();

@@ -106,7 +106,7 @@ void Link::replace_lost(LinkStream& stream, Sink& sink, const Received& item) {
     sink.count_used(sink.got, id, item.key);
 }
 
-// Report a replay that has finished without making all lost outputs again.
+// Report a replay that has finished without remaking all lost outputs.
 void Link::report_if_not_remade(const LinkStream& stream, const Source::Entry& entry) {
     if (!entry.is_replay) return;
     for (uint16_t port = 0; port < stream.sinks.size(); ++port)
@@ -168,7 +168,7 @@ bool Link::free_unread(LinkStream& stream, Sink& sink) {
 }
 
 // Return the item to put. Return nothing if its output has not been fetched, or if the order of items and
-// outputs does not allow it yet. An output on this host is put from where it is.
+// outputs does not allow it yet. An output that is already on this host is put without being moved first.
 std::optional<Received> Link::to_put(LinkStream& stream, Sink& sink, Sink::Staged& item) {
     const Received staged{item.key, item.kind, item.deaths, item.payload.size(), item.payload.data()};
     if (owner_side_ || item.kind != REFERENCE)

@@ -43,7 +43,7 @@ void Link::send_loop() {
     }
 }
 
-// Send, and then rest briefly if items arrive fast but go out in small batches. Larger batches save system
+// Send, and then rest briefly if items come in fast but go out in small batches. Larger batches save system
 // calls, each of which costs as much as a hundred items. Do not rest after a single item.
 std::string Link::send_some(int fd) {
     const uint64_t before = out_.size(), items = std::exchange(queued_items_, 0);
@@ -59,7 +59,7 @@ void Link::add_frame(const Head& head, const std::string& payload) {
     out_.add(&head, head.length(), payload.data(), payload.size());
 }
 
-// Gather as many frames as one send takes. Each call begins with the stream after the last stream that the
+// Gather as many frames as one send can take. Each call begins with the stream after the last stream that the
 // previous call served. Return whether there is more to do right away.
 bool Link::fill() {
     if (is_full()) return true;
@@ -146,7 +146,7 @@ bool Link::serve_as_worker(LinkStream& stream) {
     for (Sink& sink : stream.sinks) sink.read_progress();
     if (!std::exchange(stream.announced, true)) {
         add_frame({.stream = stream.number, .type = FrameType::OPEN});
-        // Before the owner side gets the outputs of an item, it must know that the item has arrived.
+        // The owner side must know that an item has arrived before it gets the item's outputs.
         add_progress(stream);
     }
     bool moved = false;
@@ -359,8 +359,8 @@ void Outgoing::forget_sent() {
 
 // --- sleeping ---
 
-// Sleep until there may be work: the doorbell rings, or a ring changes whose wait queue this thread has
-// entered.
+// Sleep until there may be work. This thread has entered the wait queues of rings, so it wakes when one of
+// these rings changes or the doorbell rings.
 void Link::sleep(uint32_t heard) {
     // `own` gets the words that this thread sleeps on, and `others` those of the extra sleepers. Each port of
     // a stream has one word reserved, even while it is not watched. A busy stream therefore changes the words
@@ -373,8 +373,9 @@ void Link::sleep(uint32_t heard) {
     {
         std::lock_guard lock(mutex_);
         if (closed_) return;
-        // A driver may have hundreds of idle links. The slices only repair wake-ups that a killed process has
-        // lost. If all rings of a link are used only by this process, the link sleeps until its next ping.
+        // A driver may have hundreds of idle links. The slices only make up for wake-ups that were lost when
+        // a process was killed. If all rings of a link are used only by this process, the link sleeps until
+        // its next ping.
         const bool connected = fd_ >= 0 && !lost_;
         if (ready_items_) until = (connected ? pinged_at_ : now_ns()) + PING_NS;
         for (auto& [number, stream] : streams_) {

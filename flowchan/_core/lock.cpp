@@ -48,7 +48,7 @@ SharedLock::Got SharedLock::lock(bool patient) {
     return rc == 0 ? Got::Taken : rc == EOWNERDEAD ? Got::FromDead : Got::Lost;
 }
 
-// Return whether `thread` is alive and has this memory mapped, or true if that is unknown.
+// Return whether `thread` is alive and has this memory mapped. Return true if that is unknown.
 bool SharedLock::is_used_by(uint64_t thread) const {
     struct stat st;
     char path[32];
@@ -70,7 +70,7 @@ bool SharedLock::is_used_by(uint64_t thread) const {
 }
 
 // Wait for the lock. Give up if the lock's word names this thread or a thread that does not exist, because
-// then nothing can unlock it. (When an owner dies, the kernel marks the word before the thread is gone.)
+// then no thread can unlock it. (When an owner dies, the kernel marks the word before the thread is gone.)
 int SharedLock::lock_slowly() {
     [[maybe_unused]] uint32_t before = 0;
     for (;;) {

@@ -1,8 +1,8 @@
 // A lock in memory that several processes share. If its owner dies, another process can take over.
 //
 // This is a robust mutex of the C library, plus checks for damage. The library trusts the type stored in the
-// mutex. This class therefore compares the stored type with the type that it read first. During a long wait,
-// this class also checks that the owner named by the mutex still exists.
+// mutex. This class therefore compares that type with the type that it read first. During a long wait, this
+// class also checks that the owner named by the mutex still exists.
 #pragma once
 
 #include <pthread.h>

@@ -32,7 +32,7 @@ nb::object stop(nb::handle item, bool returned) {
     return nb::make_tuple(item, error, returned);
 }
 
-// Process one item. Return an invalid object, or the result of the loop if it must stop.
+// Process one item. Return an invalid object, or the loop's result if the loop must stop.
 nb::object process(nb::handle port, PyObject* function, nb::object item) {
     nb::object result = nb::steal(PyObject_CallOneArg(function, item.ptr()));
     if (!result.is_valid()) return stop(item, false);
@@ -131,7 +131,7 @@ void end_item(In& in) {
     runs(&in, Session::OURS);
 }
 
-// Process the items that are there now. Return an invalid object, or the result of the loop if it must stop.
+// Process the items that are there now. Return an invalid object, or the loop's result if the loop must stop.
 nb::object process_more(Ring& ring, In& in, nb::handle out, PyObject* function, int64_t began) {
     uint64_t before = 0;
     for (uint64_t done = 1; done < MOST_ITEMS;) {

@@ -9,7 +9,7 @@
 // large piece have already moved to a cache that several cores share. Data that bypasses the caches is
 // equally fast for all readers.
 //
-// One core alone cannot use the full memory bandwidth. A member therefore reads faster with two threads, as
+// A single core cannot use the full memory bandwidth. A member therefore reads faster with two threads, as
 // long as the other members only wait.
 #pragma once
 

@@ -57,9 +57,9 @@ void in_child() {
 
 [[maybe_unused]] const int fork_hook = pthread_atfork(before_fork, in_parent, in_child);
 
-// Read the state letter and the start time from the stat file of the process's main thread, which have the values
-// of the process. In an emulator (qemu-user), a process sees other times in its own /proc/<pid>/stat than its
-// peers do. On failure, return false with errno set.
+// Read the state letter and the start time from the stat file of the process's main thread, which has the
+// values of the whole process. In an emulator (qemu-user), a process and its peers see different times in its
+// /proc/<pid>/stat. On failure, return false with errno set.
 bool read_stat(uint64_t pid, char& state, uint64_t& started) {
     char path[64], text[512];
     const auto number = static_cast<unsigned long>(pid);
@@ -97,7 +97,7 @@ bool process_alive(uint64_t pid, uint64_t started) {
     if (read_stat(pid, state, now)) return state != 'Z' && state != 'X' && (started == 0 || started == now);
     // /proc may hide the processes of other users, so ask kill().
     if (errno == ENOENT) return kill(pid_t(pid), 0) == 0 || errno == EPERM;
-    return errno != ESRCH;  // no answer, perhaps because no descriptor is free; count it as alive
+    return errno != ESRCH;  // no answer, perhaps because no descriptor is free; assume that it is alive
 }
 
 uint64_t own_start() {

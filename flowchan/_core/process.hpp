@@ -20,7 +20,7 @@ uint64_t process_start(uint64_t pid);
 bool process_alive(uint64_t pid, uint64_t started);
 
 // Processes whose state is queried repeatedly. The second query opens a pidfd and keeps it, so later queries
-// cost one system call instead of a look into /proc. All users of the same process share one pidfd. Queries
+// cost one system call instead of a lookup in /proc. All users of the same process share one pidfd. Queries
 // use /proc if the system refuses pidfds, or if they would exceed a quarter of the descriptor limit. A forked
 // child closes the pidfds of its parent. Only one thread at a time may use this object.
 class Peers {

@@ -70,9 +70,9 @@ Step before_put(Ring& ring, Out* out) {
 
 // Wait for recycled memory. Otherwise, a writer that outpaces its readers would touch more and more new
 // memory, up to the channel's limit. The put waits only while readers free memory, and at most about as long
-// as touching new memory would take. A new MB costs 0.7 to 1 ms of CPU time, and a recycled MB 0.03 to 0.07
-// ms. For a new MB, the kernel needs 0.25 ms to find and clear pages, 0.4 ms for page faults, and 0.2 ms to
-// free them.
+// as touching new memory would take. Each MB of new memory costs 0.7 to 1 ms of CPU time, and each MB of
+// recycled memory 0.03 to 0.07 ms. For each new MB, the kernel spends 0.25 ms finding and clearing pages, 0.4
+// ms on page faults, and 0.2 ms freeing the pages.
 Step await_warm_memory(Ring& ring, Channel& ch, Out* out, uint64_t size, Deadline deadline) {
     constexpr uint64_t WORTH_IT = 64 << 10, BYTES_A_NS = 1;
     if (size < WORTH_IT || deadline.now_only()) return Step::Done;
@@ -126,9 +126,9 @@ std::shared_ptr<Block> loan_of(Channel& ch, const ObjectFrame& frame, const void
     return loan;
 }
 
-// Put an item whose large buffer was filled in place. Return Wait if the item must be copied, as items
-// without a loan are. For example, a forked child must copy, because inherited loans still belong to the
-// parent. A buffer at the address of an earlier loan must also be copied if it is part of a received item.
+// Put an item whose large buffer was filled in place. Return Wait if the item must be copied like an item
+// without a loan. For example, a forked child must copy, because inherited loans still belong to the parent.
+// A buffer at the address of an earlier loan must also be copied if it is part of a received item.
 // `loan->put` is set before the put, so that two threads cannot put the same memory.
 Step put_loaned(Ring& ring, Channel& ch, Out* out, ObjectFrame& frame, Deadline deadline) {
     const void* at = nullptr;
@@ -339,7 +339,7 @@ Step try_put(Channel& ch, Out* out, PyObject* item) {
 
 namespace {
 
-// Return whether the iterator is certain not to wait: its next items already exist, and no other code takes
+// Return whether the iterator will certainly not wait: its next items already exist, and no other code takes
 // items from it.
 bool is_ahead(PyObject* items, PyObject* iterator) {
     static PyObject* repeat = [] {

@@ -6,8 +6,9 @@
 // The calling thread must be attached to the interpreter (hold the GIL), because the garbage collector visits
 // the items without the lock.
 //
-// In a build with a GIL, a thread holds it from lock to unlock, so no other lock is needed. A mutex with its
-// two atomic operations would make a put 25 % slower. A free-threaded interpreter uses a small futex mutex.
+// In a build with a GIL, a thread holds it from lock to unlock, so no other lock is needed. A mutex needs two
+// atomic operations, which would make a put 25 % slower. A free-threaded interpreter uses a small futex
+// mutex.
 #pragma once
 
 #include <Python.h>
@@ -120,7 +121,7 @@ class LocalQueue {
     uint64_t leased = 0, parked = 0, turn = 0, readers = 0, writers = 0;
     bool short_of_bytes = false;  // a writer waits because max_bytes is reached
 
-    // Return whether the worker must take no more items, because too many outputs wait for room.
+    // Return whether the worker must not take more items, because too many outputs wait for room.
     bool is_crowded() const { return state == OPEN && room() <= 1 && writer_list.with_turn() >= CROWD; }
 
     bool counts_bytes() const { return share_ || max_bytes_ != UINT64_MAX; }

@@ -98,7 +98,7 @@ PyObject* stored_cause(Ring& ring) {
     return cause;
 }
 
-// Problems that the channel's state does not show. A `threads` channel has no such problems.
+// Problems that do not show in the channel's state. A `threads` channel has no such problems.
 struct Fault {
     uint64_t cut_off = 0;  // process whose death ended the channel
     bool damaged = false;

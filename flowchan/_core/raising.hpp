@@ -24,7 +24,7 @@ void add_to_error(const char* name, PyObject* value);
 
 // Why a channel broke, in a form that other processes can read. `whole` is the pickled exception. If the
 // exception cannot be pickled, `whole` is an error with the same text. `text` is a short version of a large
-// cause, for when memory runs out. Both are empty if the cause has no text.
+// cause, used when memory runs out. Both are empty if the cause has no text.
 struct Cause {
     std::string whole, text;
 };

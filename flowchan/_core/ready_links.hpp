@@ -11,8 +11,8 @@ namespace flowchan {
 class ReadyLinks {
   public:
     void add(uint64_t link);
-    // Waits until `until` for ready links. Returns the links added since the last call, or none at the
-    // deadline and after `close`.
+    // Waits until `until` for ready links. Returns the links added since the last call, or an empty set if
+    // the deadline has passed or `close` was called.
     std::set<uint64_t> wait(int64_t until);
     void close();
 

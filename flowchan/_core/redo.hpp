@@ -7,10 +7,10 @@
 // complete, so the process applies it, perhaps for the second time. This does no harm, because the values are
 // absolute. If the record is not valid, no part of the change was applied, so there is nothing to repair.
 //
-// Compiler fences are enough. The kernel passes on a dead owner's lock only after the owner was descheduled
-// for the last time. All stores that the owner executed are then visible, even if they left its core in a
-// different order. So only the order of execution matters, which is the program order if the compiler keeps
-// it.
+// Compiler fences are enough. The kernel passes on a dead owner's lock only after the owner has been
+// descheduled for the last time. All stores that the owner executed are then visible, even if they left its
+// core in a different order. So only the order of execution matters. It is the program order, as long as the
+// compiler does not reorder stores.
 //
 // The same argument holds on processors with a weaker store order than x86_64. A core stops between two
 // instructions, and everything before them has happened. When a thread dies, the kernel marks the thread's

@@ -13,17 +13,17 @@
 // reference keeps its lease and its position in the channel.
 //
 // Routing. A stage with keys has one channel for each worker. The stage `route` before it runs in the owner's
-// process, and must not fetch the outputs to compute their keys. So the host that makes an output chooses the
-// worker (Frame::route), and the stage moves the reference from one channel to another.
+// process, and must not fetch the outputs just to compute their keys. So the host that makes an output
+// chooses the worker (Frame::route), and the stage moves the reference from one channel to another.
 //
 // If one host cannot connect to another, the owner pulls the output to itself and sends it on.
 //
-// Locality. A reader on the host that has an output need not fetch it. So a reader leaves a reference to a
-// reader on that host if that reader has room. The channel stays a FIFO: the question is only who takes the
-// item at its head. References that were given back go to any reader.
+// Locality. A reader on the host that has an output need not fetch it. So a reader leaves a reference for a
+// reader on that host to take, if that reader has room. The channel remains a FIFO: the question is only who
+// takes the item at its head. References that were given back go to any reader.
 //
-// Threads. One table serves all links of the process. Its lock must be taken last, after the locks of links
-// and rings.
+// Threads. One table serves all links of the process. A thread must take the table's lock last, after the
+// locks of links and rings.
 #pragma once
 
 #include <atomic>
@@ -121,13 +121,13 @@ class References {
     // is none, wake a reader that takes any reference, unless `local_only` is set, and return false. `late`: the
     // readers on that host have had enough time, so they do not count until they report their demand again.
     bool call_reader(uint64_t id, const Ring* ring, bool local_only, bool late);
-    // Return whether another reader of the ring than this one takes any reference.
+    // Return whether any other reader of the ring takes any reference.
     bool is_wanted_by_another(const Ring* ring, const std::atomic<Demand>* demand);
     void pull(uint64_t id);  // requests the output itself
     void pulled(Link* link, const OutputKey& output, uint64_t kind, std::string bytes);
     void ask_again(Link* link);  // repeats all pulls on a new connection
     Inbox collect(Link* link);
-    // Return a number that changes with each repair of a lost reference and each pull.
+    // Return a number that changes whenever a lost reference is repaired or an output is pulled.
     uint64_t generation() const { return generation_.load(std::memory_order_acquire); }
     uint64_t count();
 

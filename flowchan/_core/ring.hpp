@@ -13,7 +13,7 @@
 // - ring_peek.cpp: looking at items without taking them
 //
 // No method touches a Python object, so callers may run with or without the GIL. Two rules prevent deadlocks:
-// no thread waits for the GIL while it has the lock, and no code under the lock calls Python.
+// no thread waits for the GIL while it holds the lock, and no code under the lock calls Python.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +46,7 @@ enum Orders : uint32_t {
 struct ReaderState {
     uint32_t session = 0;
     mutable PortClock clock;  // only for threads; a ring's session has its own clock
-    // Number of the oldest leased item. After that lease ends, the number stays until the next lease.
+    // Number of the oldest leased item. After that lease ends, the number is kept until the next lease.
     // UINT64_MAX: nothing was ever leased.
     uint64_t number = UINT64_MAX;
     uint32_t leases = 0;
@@ -59,8 +59,8 @@ struct ReaderState {
     // Other readers never give back items to this port. At the end of the channel, the port therefore does
     // not wait for their leases.
     bool alone = false;
-    // Processing an item may start at most once. A worker's death therefore counts against its leased item
-    // until the item is finished, even if the worker dies outside user code.
+    // The processing of an item may start at most once. A worker's death therefore counts against its leased
+    // item until the item is finished, even if the worker dies outside user code.
     bool once = false;
 };
 struct WriterState {
@@ -135,7 +135,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Header& header() { return *h_; }
     std::span<Session> sessions() { return h_->sessions(); }
 
-    // Take the lock. If another user has it and `patient` is false, return false at once.
+    // Take the lock. If another user holds it and `patient` is false, return false at once.
     bool lock(bool patient);
     void unlock() {
         fault_point();
@@ -262,7 +262,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     }  // a larger item must wait until the ring is empty
     bool fits(uint64_t size) const { return size <= max_bytes_; }
     // Return whether an item of this size would need fresh memory although readers will soon free some.
-    // `late`: the put has already waited for recycled memory for as long as waiting is worthwhile.
+    // `late`: the put has already waited for recycled memory as long as was worthwhile.
     bool lacks_warm_memory(uint64_t size, bool late);
     // Return whether a link fills this ring for the plain gets of a remote channel. The link reports an item
     // as finished only after this process has decoded it. Until then, the owner keeps the item in case this
@@ -284,7 +284,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
 
     // --- the channel; all under the lock ---
     void close(Wakes& wakes);
-    // `in_short`: a shorter cause, for when memory does not suffice for the long cause.
+    // `in_short`: a shorter cause, used if there is not enough memory for the long cause.
     void break_(const std::string& cause, Wakes& wakes, const std::string& in_short = {});
     // turns a broken ring into a closed ring, so that its only user can take the remaining items
     void unbreak();

@@ -1,10 +1,10 @@
 // File descriptors that travel with items. An item that contains a channel needs them (C14).
 //
-// A file stays open while a process has a descriptor of it, or while such a descriptor is queued in a socket.
-// Each ring therefore has a datagram socket that its users share. The socket is connected to itself, and no
-// other socket may send to it. A put sends the descriptors of its item as one datagram, called an fd bundle,
-// and stores the bundle's id in the item. The receiver of the item peeks at the bundle, and the peek opens
-// the descriptors. The bundle stays queued, because the next receiver needs it if this receiver dies.
+// A file stays open while a process has a descriptor for it, or while such a descriptor is queued in a
+// socket. Each ring therefore has a datagram socket that its users share. The socket is connected to itself,
+// and no other socket may send to it. A put sends the descriptors of its item as one datagram, called an fd
+// bundle, and stores the bundle's id in the item. The receiver of the item peeks at the bundle, and the peek
+// opens the descriptors. The bundle stays queued, because the next receiver needs it if this receiver dies.
 //
 // All of this runs under the ring's lock. A put sends the bundle before it commits, so every existing item
 // has its bundle. If the put fails or its process dies in between, a bundle without an item remains. Old
@@ -112,7 +112,7 @@ int Ring::open_bundle(uint64_t id, std::vector<int>& descriptors) {
     }
     return descriptors.size() < label.count
                ? EMFILE
-               : 0;  // the kernel opened as many as the limits allow, and reports no error
+               : 0;  // the kernel opened as many as the limits allow, and reported no error
 }
 
 void Ring::drop_bundles() {

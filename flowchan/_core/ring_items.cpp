@@ -25,7 +25,7 @@ Step Ring::room(const Frame& frame, const WriterState* writer) {
     const uint64_t inside = h_->puts - h_->takes, all = inside + h_->parked + h_->claimed;
     const bool parks = is_parked(writer);
     // An item that exceeds the remaining bytes must wait, unless the channel contains no other item. For the
-    // worker that has the turn, parked items do not count here, because they stay until this worker ends its
+    // worker whose turn it is, parked items do not count here, because they stay until this worker ends its
     // turn.
     const bool alone = parks ? all == 0 : inside + h_->claimed == 0;
     if (h_->bytes_in - h_->bytes_out + frame.size > most_inside() && !alone) {

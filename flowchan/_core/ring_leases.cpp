@@ -235,7 +235,8 @@ void Ring::order(uint32_t index, Orders what, Wakes& wakes) {
     wakes.readers += h_->reader_queue.call_all();
 }
 
-// Give a session's reserved items back to all readers, because the session ends before it has taken them.
+// Give a session's reserved items back to all readers, because the session is ending before it has taken
+// them.
 void Ring::give_back_reserved(Session& s, Wakes& wakes) {
     if (h_->damaged) return;
     Change change(record(Side::Writer), windows_);

@@ -2,13 +2,13 @@
 //
 // If no block of the needed class is free, a block is cut from the uncut memory in the middle of the file.
 // When its slot becomes free, the block joins the free list of its class. A put may then reuse it while it is
-// still in the CPU caches. When the middle is used up, `rebuild_lists` divides all memory outside of used
-// blocks again.
+// still in the CPU caches. When the uncut memory is used up, `rebuild_lists` divides all memory outside of
+// used blocks again.
 //
 // Views. The receiver of an item with large buffers may read them in place. The slot then records that
 // session as its `viewer`. A call that would free the slot leaves it HELD for the viewer, which frees it
 // after its last view. If the slot is in another state when the last view ends, the viewer only removes its
-// own entry. (An item may have been given back, so that its next worker reads it while the first worker still
+// own entry. (If the item was given back, its next worker may be reading it while the first worker still
 // views it.)
 //
 // A slot has at most one viewer, so a second reader makes a private copy. A reader also makes a copy if views
@@ -117,8 +117,8 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
 }
 
 // Return whether a put should wait for recycled memory. The kernel must find and clear new memory, which
-// takes longer than copying the item, and new memory is in no CPU cache. After one put has waited in vain, no
-// other put waits until readers have finished more items.
+// takes longer than copying the item, and new memory is in no CPU cache. After one put has waited in vain,
+// later puts do not wait. Puts wait again once readers have finished more items.
 bool Ring::lacks_warm_memory(uint64_t size, bool late) {
     const uint32_t cls = class_of(size);
     if (free_class(cls, std::min(cls + 5, CLASSES)) != CLASSES) return false;
@@ -219,17 +219,17 @@ std::vector<std::pair<uint64_t, uint64_t>> gaps_between(
 }  // namespace
 
 // Divide all memory outside of used blocks again. Memory behind the last used block becomes uncut. Each gap
-// between used blocks is cut into blocks of class `cls`, and its rest into the largest blocks that fit.
-// First, all free lists are emptied, because memory in a list must not be cut; at the end, they are filled
-// again. If the process dies in between, the lists are too short until the next `rebuild_lists`, which looks
-// only at used blocks.
+// between used blocks is cut into blocks of class `cls`, and the rest of the gap into the largest blocks that
+// fit. First, all free lists are emptied, because memory in a list must not be cut; at the end, they are
+// filled again. If the process dies in between, the lists are too short until the next `rebuild_lists`, which
+// looks only at used blocks.
 void Ring::rebuild_lists(uint32_t cls) {
     if (!memory_is_valid()) return void(found_damage());
     std::vector<Span> used;
     std::vector<Slot*> free;
     if (!find_used(used, free)) return void(found_damage());
     Change change(record(Side::Writer), windows_);
-    if (free.empty()) {  // cutting the gaps takes at least one slot
+    if (free.empty()) {  // cutting the gaps uses up at least one slot
         Slot* slot = new_bare_slot(change);
         if (!slot) return;
         free.push_back(slot);
@@ -277,8 +277,8 @@ void Ring::rebuild_lists(uint32_t cls) {
 
 // Return whether a reader may read this slot's payload in place. The slot is about to be taken. A small
 // payload is copied even from a large block, so that its slot is freed at once. No reader may view the end of
-// the memory, because the largest item might need it. A few views spread over the end would block the writer
-// of such an item.
+// the memory, because the largest item might need it. A few views scattered over the end would block the
+// writer of such an item.
 bool Ring::may_view(const Slot* slot) const {
     if (slot->viewer()) return false;
     if (slot->kind == PINNED) return true;  // small, and viewed only while the reader uses the object
@@ -389,8 +389,8 @@ std::vector<Held> Ring::held() const {
 //
 // Other processes write to this memory, and one of them may have a stray pointer. Every offset is therefore
 // checked before it is followed. Damage breaks the channel, but never crashes its users or makes them read
-// outside of the memory. No list is followed beyond its length, and a slot leaves a list only if its state
-// matches the list. After damage has been found, no offset is followed any more.
+// outside of the memory. No list is followed beyond its length, and a slot is taken from a list only if its
+// state matches the list. After damage has been found, no offset is followed any more.
 
 // Check the order of the memory ranges: | blocks .. reserved_low | hole | reserved_high .. slots |
 bool Ring::memory_is_valid() const {

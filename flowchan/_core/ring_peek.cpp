@@ -6,7 +6,7 @@
 //
 // Invariants. A look writes nothing into shared memory, so a process may die during it at any step. It
 // follows at most MOST_WALKED slots and copies only what fits into `room`, so users of the channel wait only
-// briefly. It does not copy a larger item, or an item with parts that only its reader can open, such as
+// briefly. It copies neither a larger item nor an item with parts that only its reader can open, such as
 // descriptors.
 #include <algorithm>
 

@@ -6,9 +6,9 @@
 // are viewed, have descriptors, or must wait for a turn. The same applies to items that do not fit into the
 // ring, because the call for the single item then reports why.
 //
-// Runs of a worker. A worker leases a run only while no other reader waits, and at most its share of the
-// items inside. The worker starts the items of the run one by one, without the lock. A reader that finds the
-// channel empty recalls half of the items that a run's worker has not started. If the worker has been
+// Runs of a worker. A worker leases a run only while no other reader waits, and leases at most its share of
+// the items inside. The worker starts the items of the run one by one, without the lock. A reader that finds
+// the channel empty recalls half of the items that a run's worker has not started. If the worker has been
 // processing one item for a few milliseconds, a reader that takes another item recalls all items that are not
 // started. A slow item therefore does not delay the items behind it.
 //
@@ -19,7 +19,7 @@
 //
 // Invariants. The items of a run have consecutive numbers, and the worker finishes them in this order. All
 // started items except the last are finished, and their outputs were put. They stay on lease until the run
-// ends, but counts() counts each item as if it had been taken alone.
+// ends, but counts() counts each of them as if it had been taken alone.
 #include <algorithm>
 #include <utility>
 
@@ -32,7 +32,7 @@ namespace {
 // How many words a Change needs for a run, in addition to the words of each item.
 constexpr uint64_t TO_PUT = 7, TO_TAKE = 9, TO_FREE = 6;
 // A run has at most capacity / PART_OF_CAPACITY items. Leased items do not count towards the capacity, so
-// this limits by how many items the total can exceed `capacity`.
+// this limits how far the total number of items can exceed `capacity`.
 constexpr uint64_t PART_OF_CAPACITY = 8;
 // Minimum interval between two checks for workers that are slow with an item of their run. The resolution of
 // the coarse clock may make the interval longer.
@@ -217,8 +217,8 @@ bool Ring::has_items_for(const ReaderState* reader, uint32_t index, bool recalls
     return h_->head || (recalls && h_->has_runs && recall_any(index, wakes));
 }
 
-// Return how many leased items are started and finished in runs, and set `unstarted` to the number of leased
-// items that are not started.
+// Return how many leased items have been started and finished in runs. Set `unstarted` to the number of
+// leased items that have not been started.
 uint64_t Ring::all_started(uint64_t& unstarted) const {
     uint64_t finished = unstarted = 0;
     if (!h_->has_runs) return 0;

@@ -117,9 +117,9 @@ void Ring::start_turns_at(uint64_t number, Wakes& wakes) {
 
 // --- waiting for a turn ---
 //
-// A writer that waits for its turn sleeps on a word in its session. Only writers that can continue are
-// therefore woken, in the order of their numbers. No redo record covers these waits. If such a writer dies
-// while it sleeps or right after it was woken, drop_copies removes it and counts the waiting writers again.
+// A writer that waits for its turn sleeps on a word in its session. Therefore, only writers that can continue
+// are woken, in the order of their numbers. No redo record covers these waits. If such a writer dies while it
+// sleeps or right after it was woken, drop_copies removes it and counts the waiting writers again.
 
 uint32_t Ring::await_turn(Session& s, uint64_t number, bool again) {
     h_->writer_queue.begin_wait(again);

@@ -2,8 +2,8 @@
 //
 // Algorithm. Enter all wait queues, try the operations, and sleep on the words of all queues (sleeping.hpp).
 // If an operation becomes possible after it was tried, a word changes, because the caller was already in the
-// queue. A caller that leaves a queue without doing the operation there passes on the wake-up that it may
-// have received.
+// queue. A caller that leaves a queue without performing the operation there passes on any wake-up that it
+// has received.
 #include "channel.hpp"
 #include "raising.hpp"
 
@@ -55,7 +55,7 @@ struct Operation {
     Out* out;
     PyObject* item;                  // the item of a put (borrowed)
     nb::handle target;               // the channel or the port
-    bool checks_only = false;        // takes no item, but succeeds when a get would not wait
+    bool checks_only = false;        // takes no item, but succeeds if a get would not wait
     Channel* owner_asked = nullptr;  // remote channel whose owner can be asked, or null
 
     Caller caller() const {

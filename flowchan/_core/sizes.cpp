@@ -1,11 +1,11 @@
 // Estimates from samples how many bytes an item keeps alive.
 //
-// Buffers, strings and objects with an attribute `nbytes` count with their exact sizes. SAMPLES elements of a
-// container stand for all of them; in a list or a tuple, they are evenly spaced. Any other object consists of
-// the parts that the garbage collector would visit. At most TRIALS objects are visited per item, so a batch
-// of 20,000 rows costs no more than a batch of a hundred rows. A part that many items usually share (a class,
-// a module, a function) counts as zero. Other shared parts count for each item, because their sharing cannot
-// be detected.
+// Buffers, strings and objects with an attribute `nbytes` count with their exact sizes. For a container,
+// SAMPLES elements stand for all elements; in a list or a tuple, the samples are evenly spaced. Any other
+// object consists of the parts that the garbage collector would visit. At most TRIALS objects are visited per
+// item, so a batch of 20,000 rows costs no more than a batch of a hundred rows. A part that many items
+// usually share (a class, a module, a function) counts as zero. Other shared parts count for each item,
+// because such sharing cannot be detected.
 //
 // In a free-threaded interpreter, other threads may change the item at any time. All samples of an object are
 // therefore taken together, in its critical section, as new references. They are visited afterwards.
@@ -124,7 +124,7 @@ struct Estimate {
         return true;
     }
 
-    // Read the attribute `nbytes`. Tensors have it, and so do arrays that export no buffer.
+    // Read the attribute `nbytes`, which tensors have, and also arrays that export no buffer.
     static bool counted(PyObject* o, PyTypeObject* type, uint64_t& bytes) {
         static PyObject* const name = PyUnicode_InternFromString("nbytes");
         if (!_PyType_Lookup(type, name)) return false;

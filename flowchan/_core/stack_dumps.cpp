@@ -5,9 +5,9 @@
 // therefore replaces Python's handler, and calls it between two marks. The option `chain` of faulthandler
 // does not help: it clears SA_RESTART, so signals would interrupt more system calls in C code.
 //
-// Invariants. Each signal causes one dump, which begins after the signal. Dumps never overlap, because only
-// one thread writes, even if several threads get signals at once. The handlers use only atomics and
-// async-signal-safe functions.
+// Invariants. Each signal causes one dump, which begins after the signal has arrived. Dumps never overlap,
+// because only one thread writes, even if several threads get signals at once. The handlers use only atomics
+// and async-signal-safe functions.
 #include "stack_dumps.hpp"
 
 #include <errno.h>

@@ -1,6 +1,6 @@
 // System calls and files that may be missing or refused. Old kernels lack some calls (ENOSYS). The seccomp
 // filters of containers and service managers refuse some (EPERM or ENOSYS). Each case has a fallback, or an
-// error that names the call. The headers of Linux 5.10 lack some numbers and structures; they are defined
+// error that names the call. The headers of Linux 5.10 lack some numbers and structures, which are defined
 // here so that the core compiles with these headers.
 #pragma once
 
@@ -31,8 +31,8 @@ inline int open_pidfd(int pid) { return int(syscall(SYS_pidfd_open, pid, 0)); }
     throw std::system_error(error, std::system_category(), text);
 }
 
-// Check that /proc is mounted. The core reads there which users of a channel are alive, and which files their
-// descriptors have open.
+// Check that /proc is mounted. From /proc, the core learns which users of a channel are alive, and which
+// files their descriptors have open.
 inline void need_proc() {
     struct stat st;
     if (stat("/proc/self/stat", &st) != 0)

@@ -1,9 +1,9 @@
 // Finds the fastest of several plans for an operation that runs again and again.
 //
 // Algorithm. A trial runs a few operations with the best plan so far, and a few with another plan. The faster
-// of the two becomes the best plan. The slower plan gets another trial later, and much later if it was
-// clearly slower. If the best plan suddenly becomes much slower, all plans are tried again, because the cache
-// load or the placement on cores may have changed.
+// of the two becomes the best plan. The slower plan gets another trial later, or much later if it was clearly
+// slower. If the best plan suddenly becomes much slower, all plans are tried again, because the cache load or
+// the placement on cores may have changed.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +51,8 @@ class Tuner {
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations before the slower plan is tried again
     // this many slow operations in a row indicate that something has changed
     static constexpr uint32_t SLOW = 8;
-    // At least this many operations run between two restarts of all trials, because operations are also slow
-    // on a busy machine.
+    // At least this many operations run between two restarts of all trials, because a busy machine also makes
+    // operations slow.
     static constexpr uint64_t PATIENT = 1024;
 
     void begin() {

@@ -1,8 +1,8 @@
 // Turn-taking between processes that use the same ring in tight loops.
 //
-// The main cost of an operation is to fetch cache lines from another core. Two processes in tight loops take
-// these lines from each other for every item, and spend most of their time waiting for the lines. One process
-// alone would pass ten items in that time.
+// The main cost of an operation is fetching cache lines from another core. Two processes in tight loops take
+// these lines from each other for every item, and spend most of their time waiting for the lines. A single
+// process would pass ten items in that time.
 //
 // Algorithm. Before taking the lock, a process rests for about 4 µs if another process used the ring last.
 // During the rest, the other process has all lines in its cache. When that process sees that it was
@@ -13,10 +13,10 @@
 // Only a process in a tight loop rests. A process that works between its operations gains more from running
 // in parallel.
 //
-// A rest must pay off, as spinning must (waiting.hpp). A rest fails if the other processes do not use it for
-// a run of operations, or do not rest in turn. After each failure, about twice as many rests are skipped as
-// after the previous failure. A process that makes round trips never rests, because its operations are much
-// further apart than in a tight loop.
+// Like spinning (waiting.hpp), a rest must pay off. A rest fails if the other processes do not use it for a
+// run of operations, or do not rest when their turn comes. After each failure, about twice as many rests are
+// skipped as after the previous failure. A process that makes round trips never rests, because its operations
+// are much further apart than in a tight loop.
 //
 // All values are hints that the threads of a handle share, so all accesses are relaxed.
 #pragma once

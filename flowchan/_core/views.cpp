@@ -12,8 +12,8 @@ namespace flowchan {
 
 namespace {
 
-// Views of fewer bytes are copied instead of mapped. A copy is as fast, and a process can have only about
-// 65,000 mappings.
+// Views of fewer bytes are copied instead of mapped. A copy is just as fast, and a process can have only
+// about 65,000 mappings.
 constexpr uint64_t MAPPED = 1 << 16;
 
 // A fork holds this mutex, so the child finds `live` consistent and can unlock it.

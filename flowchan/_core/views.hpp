@@ -38,7 +38,7 @@ struct View {
     uint64_t size = 0;
     bool writable = false;
 
-    // returns a read-only view in place
+    // returns a read-only view, without copying
     static nb::object over(std::shared_ptr<Block> block, const char* at, uint64_t size);
     // returns a read-only view, which keeps `owner` alive
     static nb::object of(uint64_t address, uint64_t size, nb::object owner);
@@ -52,8 +52,8 @@ nb::object private_view(nb::handle view);
 // Return the loan that contains `at`, preferably one that was not put yet. Remove expired loans from `loans`.
 std::shared_ptr<Block> loan_with(std::vector<std::weak_ptr<Block>>& loans, const void* at);
 
-// Return whether this process now views the ring's block at `at`. Earlier contents of that address do not
-// count.
+// Return whether this process now views the ring's block at `at`. A view of another block that was at this
+// address earlier does not count.
 bool is_in_view(const Ring& ring, const void* at);
 
 extern PyType_Slot view_slots[];

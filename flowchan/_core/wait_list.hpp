@@ -22,7 +22,7 @@
 // stage has many workers but a cheap function, a few of them therefore do all the work. The others keep
 // sleeping instead of waking for each item.
 //
-// All of this runs under the queue's lock. No thread can die while it has the lock, so no repair is needed.
+// All of this runs under the queue's lock. No thread can die while it holds the lock, so no repair is needed.
 #pragma once
 
 #include <map>

@@ -6,7 +6,7 @@
 // `seq` changes. An operation that lets k other calls continue wakes min(k, waiting - woken) sleepers. It
 // adds that number to `woken`, changes `seq`, releases the lock, and calls FUTEX_WAKE.
 //
-// A reader is "on its way" from its wake-up until it has the lock. The number of readers on their way never
+// A reader is "on its way" from its wake-up until it holds the lock. The number of readers on their way never
 // exceeds the number of cores. More woken readers would be useless: if 50 readers wait for cheap items, two
 // of them take all items before a third is awake.
 //
@@ -24,9 +24,9 @@
 // - `woken` never exceeds the number of woken waiters on their way, as long as they all live. If a process is
 //   killed on its way, `woken` stays too high until a slice (below) repairs it.
 // - No caller starves. After two failed wake-ups and PATIENCE_NS of waiting, a waiter is `starving`. While it
-//   could continue, newcomers queue behind it instead of overtaking. An item that does not fit never blocks
-//   an item that fits. (Overtaking makes bursts fast: a running thread with the GIL empties a full channel
-//   before the woken sleepers run.)
+//   could continue, newcomers queue behind it instead of overtaking it. An item that does not fit never
+//   blocks an item that fits. (Overtaking makes bursts fast: a running thread that holds the GIL empties a
+//   full channel before the woken sleepers run.)
 // - The writers of an ordered stage do not use the wait queue. Each waits for its turn on its own word
 //   (Ring::await_turn).
 //
@@ -274,7 +274,7 @@ struct Caller {
     const uint32_t* orders = nullptr;
 };
 
-// Result of a channel operation. `Wait` never reaches Python: the caller sleeps, or gets NotNow. KeepTurns:
+// Result of a channel operation. `Wait` never reaches Python: the call sleeps, or returns NotNow. KeepTurns:
 // before the port takes an item, its outputs must begin to take turns (keep_turns() in gets.cpp). Refused:
 // the item's descriptors could not be sent (Frame::refused).
 enum class Step {
@@ -293,9 +293,9 @@ enum class Step {
 };
 
 // Spinning pays off if the other side is running right now. A successful spin doubles the budget, and a
-// failed spin halves it. Below LEAST_NS, only every 32nd wait spins, but that spin may last MOST_NS. Shorter
-// spins would never meet a partner that answers after 20 us. MOST_NS is about the cost of a sleep and a
-// wake-up, so wasted spinning at most doubles that cost.
+// failed spin halves it. Once the budget is below LEAST_NS, only every 32nd wait spins, but that spin may
+// last MOST_NS. Shorter spins would never meet a partner that answers after 20 us. MOST_NS is about the cost
+// of a sleep and a wake-up, so wasted spinning at most doubles that cost.
 struct Spin {
     static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, CHECKS = 16;
     // Hints that the threads of a handle share, so all accesses are relaxed.

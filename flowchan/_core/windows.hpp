@@ -6,7 +6,7 @@
 // slots are added, a new window of at least twice the size replaces the old window. The old window stays
 // mapped until the ring ends in this process, because views, loans and copying threads still point into it. A
 // word may therefore have several addresses. The mapped address space is a small multiple of the memory in
-// use, however large the file becomes.
+// use, even in a large file.
 //
 // Opening a window needs the ring's lock; `block` and `offset_in_window` do not. `blocks_` is written before
 // `blocks_to_`, whose release store pairs with an acquire load. A reader that already sees a newer `blocks_`

@@ -1,4 +1,4 @@
-// The frames that two hosts exchange over a link, after both have proved that they know the run's secret.
+// The frames that two hosts exchange over a link after both have proved that they know the run's secret.
 //
 // A connection is a sequence of frames. A frame has a head and, for some types, a payload. Each frame is for
 // one port of one stream (link.hpp): input ports carry items to a worker, and output ports carry its outputs
@@ -47,7 +47,7 @@ enum class FrameType : uint8_t {
     PULLED = 15,
 };
 
-// Return whether a frame is for the sender of the port's items, not for their receiver.
+// Return whether a frame is addressed to the sender of the port's items, not to their receiver.
 inline bool is_for_sender(FrameType type) {
     return type == FrameType::INPUT || type == FrameType::OUTPUT || type == FrameType::PART ||
            type == FrameType::UNREACHABLE || type == FrameType::PULL;

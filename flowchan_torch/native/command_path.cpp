@@ -61,7 +61,7 @@ void check(int result) {
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
-// The names of all attributes that this file uses, and some Python objects. They are never freed.
+// The names of all attributes that this file uses, and some other Python objects. They are never freed.
 struct Names {
     PyObject *meta = name("_m"), *handle = name("_h"), *id = name("id"), *client = name("client"),
              *single = name("single"), *outputs = name("outputs"), *results = name("results"),
@@ -80,7 +80,7 @@ size_t site_mask = 0;
 
 Object attribute(PyObject* object, PyObject* key) { return checked(PyObject_GetAttr(object, key)); }
 
-// Records whether a code object is part of torch or flowchan. The code objects are never freed.
+// Records, for each code object, whether it is part of torch or flowchan. The code objects are never freed.
 std::unordered_map<PyCodeObject*, bool>* known_codes = nullptr;
 
 bool belongs_to_library(PyCodeObject* code) {
@@ -178,7 +178,8 @@ struct Layout {
     }
 };
 
-// A Template, copied for this file. The template keeps the copy in its attribute ``native``.
+// A copy of a Template, in the form that this file needs. The template keeps the copy in its attribute
+// ``native``.
 struct Known {
     Object id;
     Client client;

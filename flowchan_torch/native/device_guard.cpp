@@ -13,10 +13,11 @@
 // defect: it knows only one device, so an assertion in the engine fails for remote:1.
 //
 // Invariant: a backward pass runs in the thread that calls backward(). On a process's first pass, the engine
-// starts one thread per device that it finds. It asserts that no device is added later. A forked child of a
-// process with such threads cannot run a pass. Therefore, load_file() starts the engine before it registers
-// this guard, so the engine finds no device. Before the engine picks a thread for a remote autograd node, it
-// calls some functions of this guard. Each of these functions makes the engine stay in the current thread.
+// starts one thread per device that it finds. From then on, it asserts that no device has been added. A
+// forked child of a process with such threads cannot run a pass. Therefore, load_file() starts the engine
+// before it registers this guard, so the engine finds no device. Before the engine picks a thread for a
+// remote autograd node, it calls some functions of this guard. Each of these functions makes the engine stay
+// in the current thread.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -1,8 +1,8 @@
 // Checks that a ring satisfies the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
 //
-// Every slot is in exactly one place. No list has a cycle, and each has as many slots as its counter says.
-// Totals match their parts. The viewers that slots name exist, and have the right numbers of views. Offsets
-// are relative to the header, which is at the start of the ring's file.
+// Every slot is in exactly one place. No list has a cycle, and each list has as many slots as its counter
+// says. Totals match the sums of their parts. The viewers that slots name exist and have the right number of
+// views. Offsets are relative to the header, which is at the start of the ring's file.
 #pragma once
 
 #include <map>
@@ -30,7 +30,7 @@ class Check {
   public:
     Check(Ring& ring, Tolerance tolerance = {}) : ring(ring), h(ring.header()), tolerance(tolerance) {}
 
-    // Return a list of all problems, or an empty string. The caller must have the lock.
+    // Return a list of all problems, or an empty string. The caller must hold the lock.
     std::string run() {
         for (const Redo& redo : h.redo)
             if (redo.valid) wrong("a redo record is still valid");
@@ -196,7 +196,7 @@ class Check {
             used += 1;
         }
     }
-    // Check that all viewers exist, and that sessions and header have the right numbers of views.
+    // Check that all viewers exist, and that the sessions and the header have the right number of views.
     void viewers() {
         uint64_t views[SESSIONS] = {}, seen = 0;
         for (uint64_t p = h.slots_at; p < h.length; p += sizeof(Slot)) {

@@ -1,7 +1,7 @@
 // Plays a hostile peer that knows the secret and sends arbitrary data over a connection. The peer sends the
-// frames of an agent. The peer also changes, repeats, omits, cuts and inflates frames, and sends other bytes,
-// all in pieces of any size. Arguments: the mode (`model`, `owner` or `worker`), a seed, and the number of
-// frames.
+// frames of an agent. The peer also changes, repeats, omits, truncates and inflates frames, and sends other
+// bytes, all in pieces of any size. Arguments: the mode (`model`, `owner` or `worker`), a seed, and the
+// number of frames.
 //
 // `model`: the link gets items for workers, and the test knows which frames are valid. The link must put each
 // valid frame once and in order, even across connections. An invalid frame must end the connection and must
@@ -47,7 +47,7 @@ struct Port {
     std::vector<uint64_t> expected;
     uint64_t got = 0;      // how many frames were received
     bool refuses = false;  // an item was too large, so no later item is put
-    // the last item that was cut, and how many of its bytes the link has reported
+    // the last truncated item, and how many of its bytes the link has reported
     Head cut_head{};
     uint64_t cut_value = 0, part = 0;
 
@@ -294,14 +294,15 @@ class Anything {
         if (head->carries_item()) ends.received += 1;
         if (is_report(*head)) ends.got = head->a;
         if (head->type == FrameType::PART) {
-            // Only the last frame of a connection is ever cut.
+            // Only the last frame of a connection is ever truncated.
             if (std::exchange(ends.cut_number, head->n) != head->n) ends.cut = ends.sent;
             ends.part = head->a;
         }
         return head;
     }
 
-    // Return false if the bytes were not a whole frame, because the link then ignores everything after them.
+    // Return false if the bytes were not a complete frame, because the link then ignores everything after
+    // them.
     bool send_something(Peer& peer) {
         if (draw_.one_in(100)) return peer.add_frame(draw_.bytes(draw_.below(200))), false;
         const uint32_t stream = uint32_t(draw_.below(STREAMS));
@@ -333,7 +334,7 @@ class Anything {
         return send_payload(peer, head);
     }
     // Send a frame with its payload. If the link has a part of an item, send the rest of that item instead.
-    // Return false if the payload is too long to be sent whole.
+    // Return false if the payload is too long to be sent in full.
     bool send_payload(Peer& peer, Head head) {
         const uint64_t size = std::min(head.size, 2 * BYTES_INSIDE);
         const bool whole = size == head.size;

@@ -1,9 +1,9 @@
 // The fault walk over groups. A member dies at the n-th fault point of two operations, for n = 1, 2, 3, …
 // until it survives. All survivors must complete the same number of operations with the right results, and
 // must end in the same way. In the mode "closes", another thread closes the member at the fault point
-// instead. The other members must then behave as after a death. Arguments: the number of the operation, the
-// number of members, the member that dies, the distance between tested fault points, and "dies" or "closes".
-// If the member that dies equals the number of members, both the first and the last member die.
+// instead. The other members must then behave as after a death. Arguments: the operation's number, the number
+// of members, the dying member's index, the distance between tested fault points, and "dies" or "closes". If
+// the index of the dying member equals the number of members, both the first and the last member die.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -66,7 +66,7 @@ class Peer {
         last_ = unsent_.size();
         unsent_ += bytes;
     }
-    // Shorten the last frame, or drop it.
+    // Truncate the last frame, or drop it.
     void cut() {
         if (unsent_.size() > last_) unsent_.resize(last_ + draw_.below(unsent_.size() - last_));
     }

@@ -1,6 +1,6 @@
 // Random kills while readers view items in place and writers fill outputs in place. Sizes vary and memory is
-// short, so blocks are often cut between viewed blocks. A payload's bytes are computed from its number. The
-// test checks them after the get and right before the view ends, to detect overwritten data.
+// short, so blocks are often cut between viewed blocks. The bytes of a payload are computed from its number.
+// The test checks them after the get and right before the view ends, to detect overwritten data.
 //
 // If the stage is unordered, unsupervised readers also take part. These readers take items and give them
 // back, keep views for a while, and fill memory that they never put.

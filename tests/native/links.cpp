@@ -16,7 +16,8 @@ namespace testing {
 
 namespace {
 
-// Sizes of items that the link copies, sends without a copy, or receives without a copy.
+// Sizes of items: some are copied by the link, some are sent without a copy, and some are received without a
+// copy.
 constexpr uint64_t SIZES[] = {8, 40, 300, 3000, 8, 20'000, 8, 70'000, 150'000};
 uint64_t size_for(uint64_t value) { return SIZES[value * 7 % 9]; }
 constexpr uint64_t MOST_OUTPUTS = 4;

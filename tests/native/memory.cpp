@@ -1,5 +1,5 @@
 // Checks that free memory is found. A loan or a put must succeed if a slot is free and a block fits between
-// or behind the used blocks. The allocation must succeed no matter how the memory was cut before. A single
+// or behind the used blocks. The allocation must succeed no matter how the memory was cut up before. A single
 // process allocates and frees random sizes in random order. Items must keep their contents while they are on
 // loan, in the channel or in view. Arguments: seed, number of steps.
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Faults that are planted into the stress tests, to prove that each sanitizer finds its fault. A build
-// without -DPLANT_… has no planted fault.
+// Faults planted in the stress tests to prove that each sanitizer catches its kind of fault. A build without
+// -DPLANT_… has no planted fault.
 #pragma once
 
 #include "ring.hpp"

@@ -4,8 +4,8 @@
 //
 // The thread sanitizer can follow threads that share one Ring, because the ring's lock is a pthread mutex.
 // The sanitizer cannot follow threads that use a second mapping of the memory. Such threads take part anyway,
-// because the core must work at every address. The sanitizers also check the copies of payloads, which are
-// made without the lock.
+// because the core must work wherever the memory is mapped. The sanitizers also check the copies of payloads,
+// which are made without the lock.
 #include <sys/mman.h>
 #include <sys/wait.h>
 

@@ -1,7 +1,7 @@
 // Simulates the tuner with plans whose running times are given. As in a group, the tuner learns an
 // operation's time only after the next operation. Prints how often each half of the operations used each
-// plan. Arguments: the number of operations per half, the number of plans, and the plans' times in ns, first
-// those for the first half.
+// plan. Arguments: the number of operations per half, the number of plans, and the plans' times in ns,
+// starting with those for the first half.
 #include <cstdio>
 #include <cstdlib>
 #include <vector>

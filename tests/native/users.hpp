@@ -1,5 +1,5 @@
-// Helpers for the native test programs: messages whose every byte can be checked, and users of a ring. Users
-// put and take as puts.cpp and gets.cpp do, with the core's own waiting loop.
+// Helpers for the native test programs: messages in which every byte can be checked, and users of a ring.
+// Users put and take items as puts.cpp and gets.cpp do, with the core's own waiting loop.
 #pragma once
 
 #include <array>

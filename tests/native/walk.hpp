@@ -37,7 +37,7 @@ struct Scenario {
     std::string name;
     uint64_t capacity = 16, max_bytes = 1 << 20;
     bool has_in = true, has_out = false;
-    // Whether to kill a second process during the recovery. False if another scenario covers the same steps.
+    // Whether to kill a second process during the recovery; false if another scenario covers the same steps.
     bool twice = true;
     Tolerance tolerance{};
     std::function<void(Scene&)> prepare = [](Scene&) {};
@@ -77,8 +77,8 @@ class Walk {
     Walked run() {
         Walked walked;
         for (long m = 1;; ++m) {
-            // If n is 0, no process dies in the recovery. The first n above 0 depends on m, so that several
-            // steps m together try every fault point of the recovery.
+            // If n is 0, no process dies in the recovery. The first n above 0 depends on m, so that runs with
+            // different m together cover every fault point of the recovery.
             for (long n = 0;; n += n ? every : 1 + m % every) {
                 at = scenario.name + ", dead at step " + std::to_string(m) +
                      (n ? ", recovery at " + std::to_string(n) : "");

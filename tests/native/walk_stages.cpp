@@ -1,6 +1,6 @@
-// The fault walk over a stage's worker, which leases items from `in` and puts outputs into `out`. After the
-// worker's death at any fault point, its replacement gets its items. Each output must appear exactly once
-// and, if the stage is ordered, in order.
+// The fault walk over a stage's worker, which leases items from `in` and puts outputs into `out`. Wherever
+// the worker dies, its replacement gets its items. Each output must appear exactly once and, if the stage is
+// ordered, in order.
 #include <algorithm>
 #include <utility>
 
@@ -244,8 +244,8 @@ void reserve_for(User& from, User& to, bool all = false) {
 // A reader has died in user code with items 1 and 2 on lease. Only this reader's replacement gets these
 // items, in order, and no other reader waits for them. User 0 is the dead reader, users 1 and 2 are its
 // replacements, and user 3 is another reader. `tried`: the first replacement works on one item, and then dies
-// outside of user code. Only the item that the first replacement has not touched then stays reserved for the
-// next replacement. `all`: the reader died outside of user code, and all its leased items are reserved.
+// outside of user code. Only the other item then stays reserved for the next replacement. `all`: the reader
+// died outside of user code, and all its leased items are reserved.
 Scenario handing_on(const char* name, bool tried, bool all = false) {
     Scenario s{name};
     s.twice = !tried;

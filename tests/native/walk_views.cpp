@@ -90,7 +90,7 @@ Scenario taking() {
     return s;
 }
 
-// An item returns to the front while a plain user views it. The next user makes a copy.
+// An item returns to the front of the ring while a plain user views it. The next user makes a copy.
 Scenario putting_back() {
     const Values all{1, 2, 3};
     Scenario s = viewing("put back a viewed item", all);
