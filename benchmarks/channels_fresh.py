@@ -17,7 +17,7 @@ from benchmarks.peers import across_processes, multiprocessing_queue, processes_
 ISOLATES = (
     "The same work as channels_processes with ints, but each sample uses a new pair of processes and a new "
     "channel. Between the pairs, a C program measures the round trip of a cache line between the two cores. "
-    "A virtual machine's cores move, and two cores of a large server can be far from each other."
+    "A virtual machine's cores move, and two cores of a large server can be far apart."
 )
 
 PAIRS = 20

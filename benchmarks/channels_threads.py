@@ -13,7 +13,7 @@ ISOLATES = (
     "One channel between threads. The threads meet at a barrier before the clock starts, and each calls put "
     "or get once per item. The clock stops when all threads have ended. SimpleQueue has no limit and cannot "
     "be closed. A channel with room for 1,024 items makes the threads switch twice per 1,024 items, which "
-    "costs as much as the items do. A channel with room for 100,000 items avoids most switches."
+    "costs as much as passing the items. A channel with room for 100,000 items avoids most switches."
 )
 
 

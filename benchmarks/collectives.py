@@ -30,13 +30,14 @@ from flowchan import MemberDied, _core, collective
 
 ISOLATES = (
     "Operations run one at a time on the same arrays. The ranks start once, and sleep while other cases are "
-    "measured. The result is the time per operation on the slowest rank, after a barrier. An allreduce is an "
-    "in-place sum of float32 values. For allgather, reduce_scatter and alltoall, the size is the size of the "
-    "whole array. A training step is the forward and backward pass of one layer, and its size is the size of "
-    "the gradients. gloo runs under DDP, flowchan under Gradients. Each system pickles the objects. 'Over "
-    "hosts' means that each rank acts as if it had its own host and connects to the others over loopback. "
-    "The clock of the death rows starts at kill -9 of one rank during allreduces. It stops when the last "
-    "survivor has MemberDied, or when the group from shrink has finished a barrier."
+    "measured. The clock starts after a barrier, and the result is the time per operation on the slowest "
+    "rank. An allreduce is an in-place sum of float32 values. For allgather, reduce_scatter and alltoall, "
+    "the size is that of the whole array. A training step is the forward and backward pass of one layer, and "
+    "its size is that of the gradients. gloo runs under DDP. flowchan runs under Gradients, except in the "
+    "rows 'with DDP on both sides'. Each system pickles the objects. 'Across hosts' means that each rank "
+    "acts as if it had its own host, and connects to the others over loopback. In the death rows, the clock "
+    "starts when one rank is killed with kill -9 during allreduces. It stops when the last survivor has "
+    "received MemberDied, or when the group that shrink returns has finished a barrier."
 )
 
 ENVIRONMENT = Path(sys.executable).parent
@@ -185,7 +186,9 @@ def loaded(report: Report, jobs: dict[str, Ranks], effort: Effort) -> None:
 
 def after_a_death(report: Report, ranks: int, effort: Effort) -> None:
     deaths = [death(ranks) for _ in range(5 * effort.rounds)]
-    for until, seconds in zip(("all know", "they have a group"), zip(*deaths, strict=True), strict=True):
+    for until, seconds in zip(
+        ("all survivors know", "they have a new group"), zip(*deaths, strict=True), strict=True
+    ):
         work = f"death of one of {ranks} ranks, until {until}"
         result = Result(work, "flowchan", "s", list(seconds), [0.0])
         report.results.append(result)
@@ -237,7 +240,7 @@ def compare(
     effort: Effort,
 ) -> None:
     first = next(iter(jobs.values()))
-    how = {LINKED: " over hosts", BACKEND: ", both by DDP"}.get(first.kind, "")
+    how = {LINKED: " across hosts", BACKEND: ", with DDP on both sides"}.get(first.kind, "")
     work = f"{operation}, {in_bytes(size)}, {first.size} ranks{how}"
     cases = [timed(job, operation, size, effort) for job in jobs.values()]
     mine, *peers = report.interleave(work, cases, effort.rounds)

@@ -16,11 +16,11 @@ from benchmarks.pipes import WIDTH, batch, rate, timed
 from flowchan.pipelines import Sequential
 
 ISOLATES = (
-    "A stream of batches passes through 4 or 16 pairs of Linear(512) and Tanh and a last Linear(512, 10). "
-    "The only options are parts=2 and on='process'. Each round starts new workers and chooses the cut again. "
-    "The plain module runs once with one compute thread and once with torch's default number of threads. On "
-    "two cores, two parts could at best be as fast as that default. Two independent plain modules in two "
-    "processes show how much of a second core this machine really provides."
+    "A stream of batches passes through 4 or 16 pairs of Linear(512) and Tanh, followed by one Linear(512, "
+    "10). The only options are parts=2 and on='process'. Each round starts new workers and chooses the cut "
+    "again. The plain module runs once with one compute thread and once with torch's default number of "
+    "threads. On two cores, two parts can at best be as fast as the plain module with that default. Two "
+    "independent plain modules in two processes show how much of a second core this machine really provides."
 )
 
 

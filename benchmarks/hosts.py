@@ -23,13 +23,13 @@ from flowchan import Channel, Graph
 from flowchan.hosts import local, open_channel
 
 ISOLATES = (
-    "All hosts are agents on this machine, connected over loopback. The first run starts a process that forks"
-    " them. For a flowchan graph, the measured time includes declaring the graph, and starting and ending "
-    "agents and workers. For arrays between hosts and the comparison with Ray, the clock runs only from the "
-    "first output to the last. Ray's Queue is compared with a channel whose reader is on the other end of a "
-    "link. Arrays from host to host all pass through the driver. The direct path is one link between two "
-    "processes. Both create a fresh array for each item. Ints from another program are put into a channel "
-    "across hosts, through the channel itself or through a port."
+    "All hosts are agents on this machine, connected over loopback. The first run starts a process that "
+    "forks the agents. For a flowchan graph, the measured time includes declaring the graph, and starting "
+    "and ending agents and workers. For arrays between hosts and the comparison with Ray, the clock runs "
+    "only from the first output to the last. Ray's Queue is compared with a channel whose reader is on the "
+    "other end of a link. Arrays from host to host all pass through the driver. The direct path is one link "
+    "between two processes. Both create a fresh array for each item. Ints from another program are put into "
+    "a channel across hosts, through the channel itself or through a port."
 )
 
 
@@ -53,11 +53,11 @@ def measure(effort: Effort) -> Report:
 def _beside_processes(report: Report, effort: Effort) -> None:
     places = {"2 agents": local(2), "2 processes": "process"}
     cases = [throughput(name, partial(_map, place, 2), effort) for name, place in places.items()]
-    far, near = report.interleave("map of the identity over hosts", cases, effort.rounds)
+    far, near = report.interleave("map of the identity across hosts", cases, effort.rounds)
     report.rows.append(at_least(0.5, far, near))
     expected = sequential()
     cases = [job(name, partial(in_parallel, place), expected) for name, place in places.items()]
-    far, near = report.interleave("wordcount over hosts", cases, effort.rounds)
+    far, near = report.interleave("wordcount across hosts", cases, effort.rounds)
     report.rows.append(at_least(0.9, far, near))
 
 
@@ -109,7 +109,9 @@ def _with_breaks(report: Report, effort: Effort) -> None:
         "no breaks": partial(_map, local(1), 1),
     }
     cases = [throughput(name, way, effort) for name, way in moves.items()]
-    broken, whole = report.interleave("map of the identity over a host", cases, effort.rounds)
+    broken, whole = report.interleave(
+        "map of the identity on a host, 100 breaks a second", cases, effort.rounds
+    )
     report.rows.append(at_least(0.9, broken, whole))
 
 

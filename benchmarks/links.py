@@ -39,14 +39,15 @@ from flowchan.transport.tcp import prepare
 
 ISOLATES = (
     "One connection over loopback. This process puts, and a forked child on the other end gets. The clock "
-    "runs from the common start until the child has reported the last get. For flowchan this includes the "
-    "owner's channel, the link, the remote worker's ring, encoding and decoding. pyzmq sends the pickle of "
-    "each item over PUSH and PULL, and arrays with copy=False. In 'fresh arrays', the sender creates and "
-    "fills an array for each item, as copy=False requires. In the other rows it sends the same array every "
-    "time, which stays in the cache. The bare socket moves only the bytes, between memory that is already "
-    "allocated. A long wire joins two network namespaces and delays every packet, including "
-    "acknowledgements, by half of the round-trip time. The rows with 0 ms use the same path. In the rows "
-    "'while Python code runs', a thread of the sending process computes and holds the GIL as long as it can."
+    "runs from the common start until the child has reported the last get. For flowchan, this time includes "
+    "the owner's channel, the link, the remote worker's ring, encoding and decoding. pyzmq sends the pickle "
+    "of each item over PUSH and PULL, and arrays with copy=False. In 'fresh arrays', the sender creates and "
+    "fills an array for each item, as copy=False requires. In the other rows, it sends the same array every "
+    "time, and this array stays in the cache. The bare socket moves only the bytes, between memory that is "
+    "already allocated. A long wire joins two network namespaces and delays every packet, including "
+    "acknowledgements, by half the round-trip time. The rows with 0 ms use the same path without a delay. In "
+    "the rows 'while Python code runs', a thread of the sending process computes and holds the GIL for as "
+    "long as it can."
 )
 
 ROOM = 1024

@@ -25,8 +25,9 @@ ISOLATES = (
     "multiprocessing, concurrent.futures and joblib are already started and warm, and so are the workers of "
     "flowchan's graph.pool(). A channel of flowchan or pypeln holds up to 1,024 items. flowchan passes "
     "several items at once if they are ready, but no item waits for others. Pool.imap passes one item at a "
-    "time by default. With a chunk size, it returns a result only after its whole chunk. concurrent.futures "
-    "and joblib use the fastest chunk size of a trial just before the measurement."
+    "time by default. If a chunk size is set, it returns a result only when the whole chunk is finished. "
+    "concurrent.futures and joblib use the chunk size that was fastest in a trial just before the "
+    "measurement."
 )
 
 WORKERS = 2

@@ -13,10 +13,10 @@ from benchmarks.harness import Case, Effort, Report, Result, Row, in_words
 from flowchan import Graph
 
 ISOLATES = (
-    "Graphs with 3 and 35 stages on threads pass 200 ints per second. The figure is the CPU time per second "
-    "of the supervisor and the threads that serve the page. The supervisor's CPU time without a page is "
-    "subtracted. The workers' time is not counted, because it differs more between two equal runs than the "
-    "page costs. The viewers run in another process, whose CPU time is not counted."
+    "Graphs with 3 and 35 stages on threads pass 200 ints per second. The figure is the CPU time that the "
+    "supervisor and the threads that serve the page use per second. The supervisor's CPU time without a page "
+    "is subtracted. The workers' time is not counted, because it varies more between two identical runs than "
+    "the page costs. The viewers run in another process, whose CPU time is not counted."
 )
 STAGES = (3, 35)
 RATE = 200.0

@@ -37,12 +37,12 @@ SIZES = ((SAMPLES, "", 1.85), (SAMPLES // 4, ", quarter batch size", 1.6))
 
 SETTING = (
     "The model has 16 Linear layers of 512 units with a ReLU after each, cut in the middle. A batch has "
-    "4,096 samples, or a quarter of that, in 8 micro-batches. The plain module and each part use one "
-    "compute thread. Every step uses the same batch, and an item is one sample. Each case warms up before "
-    "its clock starts, and its first output is compared with the plain module's. The CPU seconds include "
-    "starting the workers. torchgpipe 0.0.7 runs with devices=['cpu', 'cpu'] and checkpoint='never'. "
-    "torchgpipe has one worker thread per device, and both parts are on the same device, so they share a "
-    "thread. In 'torchgpipe, a thread per part', its spawn_workers is replaced, so that its forward passes "
+    "4,096 samples, or a quarter of that, in 8 micro-batches. The plain module and each part use one compute "
+    "thread. Every step uses the same batch, and an item is one sample. Each case warms up before its clock "
+    "starts, and its first output is compared with the plain module's. The CPU seconds include starting the "
+    "workers. torchgpipe 0.0.7 runs with devices=['cpu', 'cpu'] and checkpoint='never'. torchgpipe has one "
+    "worker thread per device, and both parts are on the same device, so they share a thread. In "
+    "'torchgpipe, a thread per part', torchgpipe's spawn_workers is replaced so that its forward passes "
     "overlap. Its backward passes do not overlap, because autograd has one thread for the CPU."
 )
 

@@ -18,13 +18,13 @@ from benchmarks.harness import Effort, Report, Result, Row, at_most, in_words
 ISOLATES = (
     "There is one node, or two for copies between nodes. A node is a process on this machine with one "
     "compute thread. Operations on 64 × 64 float32 values are issued many times, and the results are "
-    "dropped. The figure of an operation is a CPU time, either of the calling thread or of all threads of "
-    "the program. The measurement ends when the node has finished all commands. For `rpc.remote`, the "
-    "arguments are two RRefs, and the worker applies the operation to their local values. Monarch runs in "
-    "its own Python if `MONARCH_PYTHON` names one; without Monarch, its rows are missing. The local "
-    "program includes the kernels. Copies are timed by the wall clock. The receiver reads each copy once "
-    "per page. The memory copy is read in the same way, and its pages are already allocated. The training "
-    "step uses a network with layer sizes 64-128-10 and a batch size of 32. Each round starts new processes."
+    "dropped. The figure for an operation is CPU time, either of the calling thread or of all the program's "
+    "threads. The measurement ends when the node has finished all commands. For `rpc.remote`, the arguments "
+    "are two RRefs, and the worker applies the operation to their local values. Monarch runs in its own "
+    "Python if `MONARCH_PYTHON` names one; without Monarch, its rows are missing. The local program includes "
+    "the kernels. Copies are timed by the wall clock. The receiver reads each copy once per page. The memory "
+    "copy is read in the same way, and its pages are already allocated. The training step uses a network "
+    "with layer sizes 64-128-10 and a batch size of 32. Each round starts new processes."
 )
 MICROSECOND = 1e-6
 PYTHON_S, NATIVE_S, ITEM_S = 8 * MICROSECOND, 3 * MICROSECOND, 60 * MICROSECOND

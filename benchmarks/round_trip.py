@@ -26,10 +26,10 @@ from benchmarks.peers import CONTEXT, Ends, fast_fifo, multiprocessing_queue, os
 
 ISOLATES = (
     "Two channels connect two processes. The parent puts and gets; a forked child gets each item and puts it "
-    "back. The clock runs from the first put to the last get, after one trip to warm up. The blocked side "
-    "reads its own CPU clock before and after a get that waits for its item. A blocked get wakes up ten "
-    "times a second, because the process that would wake it may have been killed. A process that only "
-    "sleeps 0.1 s at a time shows how much CPU time these wake-ups take at least."
+    "back. The clock runs from the first put to the last get, after one warm-up trip. The blocked side reads "
+    "its own CPU clock before and after a get that waits for its item. A blocked get wakes up ten times a "
+    "second, because the process that would wake it may have been killed. A process that only sleeps, for "
+    "0.1 s at a time, shows the least CPU time that such wake-ups can take."
 )
 
 MAKERS = {

@@ -24,13 +24,13 @@ from flowchan.pipelines.sequential.engine.schedule import plan
 from flowchan.pipelines.sequential.simulate import simulate
 
 ISOLATES = (
-    "In 'through a part', a batch of one micro-batch passes through parts of one nn.Identity each, without a "
-    "graph. The result is the additional time per part, computed from a pipe of five parts and a pipe of "
-    "one. In 'bubble', the model of the benchmark 'sequential' runs in equal parts on two processes with one "
-    "compute thread each. It trains with cross entropy, SGD and 8 micro-batches of 512 samples. The result is"
-    " the share of the last ten steps in which a worker neither computes nor passes data on. The forecast "
-    "simulates the schedule with the measured times of the layers. It assumes that passing data on is free "
-    "and that each worker has its own core."
+    "In 'through a part', a batch with a single micro-batch passes through parts that each consist of one "
+    "nn.Identity, without a graph. The result is the additional time per part, computed from a pipe of five "
+    "parts and a pipe of one part. In 'bubble', the model of the benchmark 'sequential' runs in equal parts "
+    "on two processes with one compute thread each. It trains with cross entropy, SGD and 8 micro-batches of "
+    "512 samples. The result is the share of the last ten steps in which a worker neither computes nor "
+    "passes data on. The forecast simulates the schedule with the measured times of the layers. It assumes "
+    "that passing data on is free and that each worker has its own core."
 )
 
 SIZES = {"1 KB": 256, "1 MB": 1 << 18}

@@ -20,10 +20,10 @@ from benchmarks.peers import (
 )
 
 ISOLATES = (
-    "One channel has one writer and one reader. The writer sleeps 2 ms before each put, so that the reader is"
-    " asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The row of "
-    "the OS pipe measures os.write and os.read of 8 bytes, without pickling. The quantiles cover the "
-    "wake-ups of all rounds."
+    "One channel has one writer and one reader. The writer sleeps 2 ms before each put, so that the reader "
+    "is asleep. The item is the time of the put (CLOCK_MONOTONIC, which all processes share). The rows with "
+    "an OS pipe measure os.write and os.read of 8 bytes, without pickling. The quantiles cover the wake-ups "
+    "of all rounds."
 )
 
 QUANTILES = (0.5, 0.99, 0.999)

@@ -12,9 +12,10 @@ from examples import wordcount
 from flowchan import Graph
 
 ISOLATES = (
-    "The whole job is measured: list the files, read them, count the words, merge the counts. For flowchan "
-    "this includes declaring and checking the graph, and starting and ending the two workers. All files have "
-    "been read once before the clock starts. The sequential loop updates one Counter file by file."
+    "The whole job is measured: list the files, read them, count the words, merge the counts. For flowchan, "
+    "this time includes declaring and checking the graph, and starting and ending the two workers. All files "
+    "have been read once before the clock starts. The sequential loop updates a single Counter, one file "
+    "after another."
 )
 
 
