@@ -178,7 +178,7 @@ def total_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def must_have_all(words: int, n: int) -> None:
     if words != n * BATCHES_PER_HOST * BATCH:
-        raise AssertionError(f"{n * BATCHES_PER_HOST * BATCH} words must be counted, got {words}")
+        raise AssertionError(f"the count must be {n * BATCHES_PER_HOST * BATCH} words, got {words}")
 
 
 @contextlib.contextmanager

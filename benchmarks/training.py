@@ -33,8 +33,8 @@ from flowchan.pipelines import Sequential
 
 ISOLATES = (
     f"{SETTING} The loss is cross entropy and the optimizer is SGD, without recomputation. The peers use the "
-    "GPipe schedule, and flowchan uses its default. 'A loss of pipe(x)' computes the same step through "
-    "autograd, with the optimizer in the program."
+    "GPipe schedule, and flowchan uses its default schedule. 'A loss of pipe(x)' computes the same step "
+    "through autograd, with the optimizer in the program."
 )
 
 

@@ -14,7 +14,7 @@ def fill(call: str, into: Any, message: Any) -> None:
         raise TypeError(f"{call}: into must be a tensor or an array, got {type(into).__name__}")
     if not isinstance(message, type(into)) and not isinstance(into, type(message)):
         raise ValueError(
-            f"{call}: into must have the type of the message, {type(message).__name__}, got "
+            f"{call}: into must be of the same type as the message ({type(message).__name__}), got "
             f"{type(into).__name__}"
         )
     expected, received = (into.dtype, tuple(into.shape)), (message.dtype, tuple(message.shape))

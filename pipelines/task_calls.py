@@ -98,7 +98,7 @@ class CallTable:
         return task
 
     def finish(self, item: tuple[int, Any]) -> None:
-        """Set a future to a result from a process. Unpacking the result may run the user's code."""
+        """Resolve a future with a result from a process. Unpacking the result may run the user's code."""
         number, packed = item
         if number not in self._tasks:
             return

@@ -359,7 +359,8 @@ def no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
         stash[HELD] = after
         return
     began = time.thread_time()
-    gc.collect()  # an exception that pytest.raises keeps is in a reference cycle that holds the test's locals
+    # pytest.raises keeps the exception, which is part of a reference cycle that holds the test's locals.
+    gc.collect()
     stash[MANY] = time.thread_time() - began > SLOW_COLLECTION_S
     with contextlib.suppress(AssertionError):  # the check below reports anything that has not ended
         # The task of a joined thread ends a moment after the join. A channel server checks dropped channels

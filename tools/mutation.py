@@ -26,8 +26,8 @@ LIMIT_S = 120.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("module", type=Path, help="file of the module")
-    parser.add_argument("tests", nargs="+", help="files of its tests")
+    parser.add_argument("module", type=Path, help="path of the module's source file")
+    parser.add_argument("tests", nargs="+", help="test files for the module")
     parser.add_argument("--sample", type=int, help="number of changes to try, drawn at random (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
     args = parser.parse_args()

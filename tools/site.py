@@ -1,8 +1,8 @@
 """Add pages from outside docs/ to the site, as a hook for mkdocs (see mkdocs.yml).
 
-These pages are the README as the first page, the repository's other pages, every example, and the help of
-each command. Links in the sources point to files in the repository; the hook makes them point to pages on the
-site.
+The hook adds the README (as the first page), the repository's other pages, every example, and the help text
+of each command. Links in the sources point to files in the repository; the hook makes them point to pages on
+the site.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def to_mermaid(blueprint: Blueprint) -> str:
         True
     """
     picture = labels.picture(blueprint)
-    # Mermaid cannot arrange a graph in rows, and a page has room for a long graph only vertically.
+    # Mermaid cannot arrange a graph in rows, and a long graph fits on a page only if drawn vertically.
     direction = "TB" if picture.wraps else "LR"
     lines = ["---", f"title: {json.dumps(picture.name)}", "---", f"flowchart {direction}"]
     classes = {}

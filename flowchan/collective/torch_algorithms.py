@@ -82,8 +82,8 @@ def _mpi(store: Any, rank: int, size: int, host: str, device: torch.device) -> A
     backend = _dist.ProcessGroupMPI.create([])
     if (backend.rank(), backend.size()) != (rank, size):
         raise GroupError(
-            "mpi: the group must contain all processes that mpirun started, in mpirun's order; set another "
-            "algorithm"
+            "mpi: the group must contain all processes that mpirun started, in mpirun's order; otherwise, "
+            "choose another algorithm"
         )
     return backend
 

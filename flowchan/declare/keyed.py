@@ -71,8 +71,8 @@ def keyed(kind: str, function: Callable[..., Any], options: Mapping[str, Any]) -
         callable_argument(kind, "state", state)
         if limit > 1:
             raise ValueError(
-                f"{kind}: concurrency_per_key must be 1 with state, got {limit}; items with equal keys share "
-                "one state"
+                f"{kind}: concurrency_per_key must be 1 if the stage has state, got {limit}; items with "
+                "equal keys share one state"
             )
         if OPERATORS[kind].iterates and is_async(function):
             raise ValueError(f"{kind}: state requires a function that is not async; use map and unbatch")

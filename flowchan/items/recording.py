@@ -271,8 +271,8 @@ class Recording:
         index = operator.index(number)
         if not -len(self) <= index < len(self):
             raise IndexError(
-                f"Recording: number must be between {-len(self):,} and {len(self) - 1:,}, because "
-                f"{self.path!r} has {len(self):,} items, got {number}"
+                f"Recording: number must be between {-len(self):,} and {len(self) - 1:,}, got {number}; "
+                f"{self.path!r} has {len(self):,} items"
             )
         with open(self.path, "rb") as file:
             return self._item(file, index % len(self))

@@ -287,8 +287,8 @@ class ChannelServer:
     def entrance(self, channel: Channel[Any], number: int) -> Channel[Any]:
         """Return a second object for the channel, which does not count as one of the channel's users.
 
-        The ports through which clients put belong to this object. Items in transit therefore do not keep a
-        channel alive that no process can read any more.
+        The ports through which clients put belong to this object. Items in transit therefore do not keep
+        alive a channel that no process can read any more.
         """
         found = self._entrances.get(number)
         if found is None:

@@ -60,8 +60,7 @@ class ObservedRun(ABC):
         Args:
             window: Length in seconds of the most recent period that rates, shares of time and the
                 bottleneck's cause cover (default: the whole run). The result's ``window`` is the actual
-                length. The actual length is up to half a second longer, or shorter in a run that has just
-                started.
+                length. It may be up to half a second longer. In a run that has just started, it is shorter.
 
         Returns:
             Statistics of the stages, channels and hosts.

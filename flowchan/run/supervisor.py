@@ -26,11 +26,11 @@ unless noted.
   however long that takes. ``run.stop(finish_queued=False)`` discards the items that wait in channels for a
   stage. ``run.stop(timeout=…)`` aborts the run if it has not ended by then. After half a minute, a warning
   appears. The second Ctrl-C or SIGTERM, or ``run.abort()``, aborts the run at once, within a bounded time.
-  The user keeps the finished results. Ctrl-C or SIGTERM in ``graph.run()``, in ``wait()``, in a loop over
-  ``iter()`` or in the ``with`` block raises ``Interrupted`` with results and report. SIGTERM does so only in
-  the main thread, without an event loop, and if the program has not set a handler. The command prints one
-  line and its report, and exits with 130, or with 143 after SIGTERM. (test_stop.py, test_stop_signals.py,
-  test_interrupted.py, test_supervisor.py, test_run_decisions.py)
+  The user keeps the finished results. Ctrl-C or SIGTERM during ``graph.run()`` or ``wait()``, in a loop over
+  ``iter()``, or in the ``with`` block raises ``Interrupted``. This exception carries the results and the
+  report. SIGTERM does so only in the main thread, without an event loop, and if the program has not set a
+  handler. The command prints one line and its report, and exits with 130, or with 143 after SIGTERM.
+  (test_stop.py, test_stop_signals.py, test_interrupted.py, test_supervisor.py, test_run_decisions.py)
 - R6 No residue. However a run ends, it leaves no process, thread, segment or descriptor behind.
   (test_residue.py)
 - R7 Same everywhere. A graph runs the same under fork, forkserver and spawn, with lambdas and closures.
@@ -314,7 +314,7 @@ class Supervisor:
                 self._paths.end()
                 stats = self.stats()
                 self.feed.tell(RunEnded(stats.state, stats.elapsed, self.state.abandoned))
-            # Even if the program's logging handler raises, other threads must not wait any longer.
+            # Release the other threads even if the program's logging handler raises.
             finally:
                 if self.asking is not None:
                     self.asking.end()

@@ -109,7 +109,7 @@ class Parcel:
         self.descriptors: list[int] = []
         self.kept: list[Any] = []  # keeps the descriptors open until they are sent
         self.id = 0
-        # Functions that undo the counting of the item's remote channels.
+        # Functions that release the references counted for the item's remote channels.
         self.counted: list[Callable[[], None]] = []
 
     def take_back(self) -> None:

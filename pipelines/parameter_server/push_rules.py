@@ -82,7 +82,8 @@ def check_values(
         if name not in specs:
             known = ", ".join(map(repr, list(specs)[:5]))
             raise KeyError(
-                f"{call}: keys of values must be names of the server's tensors ({known}), got {name!r}"
+                f"{call}: each key in values must be the name of one of the server's tensors ({known}), "
+                f"got {name!r}"
             )
         if rule == "gradient" and name in tables:
             raise ValueError(f"{call}: rule must not be 'gradient' for the rows of {name!r}; use push_rows")

@@ -275,7 +275,7 @@ def keep_shard(
     notices: Channel[Notice],
     reach: Reach,
 ) -> ShardState:
-    """Keep a shard until the program closes the server. This is the function of a child process.
+    """Keep a shard until the program closes the server. Child processes run this function.
 
     Args:
         parent: Handle of the program.

@@ -339,7 +339,7 @@ class NodeClient:
         while True:
             reply = self._reply(what, until)
             if reply.question == question:
-                break  # other replies belong to earlier questions, whose wait was interrupted
+                break  # other replies belong to earlier questions; the wait for those was interrupted
             self._note(reply)
         self.finished = max(self.finished, number)
         self._sent.answered(count)

@@ -79,7 +79,7 @@ def counts_by_name(parts: Sequence[str], names: Sequence[str]) -> list[int]:
     counts = [end - begin for begin, end in pairwise(ends)]
     if min(counts) < 1:
         raise ValueError(
-            "Sequential: parts must name layers in the module's order, without the first layer, got "
+            "Sequential: parts must name layers in the module's order, excluding the first layer, got "
             f"{short(list(parts))}"
         )
     return counts

@@ -55,7 +55,7 @@ class Traced:
         begins = [_begin(nodes, name) for name in names] or _heavy(nodes, module)[1:]
         if sorted(set(begins)) != begins or 0 in begins:
             raise ValueError(
-                "Sequential: parts must name layers in the order in which they run, without the first "
+                "Sequential: parts must name layers in the order in which they run, excluding the first "
                 f"layer, got {short(list(names))}"
             )
         self.layers = nn.Sequential()

@@ -6,7 +6,7 @@ For this reason, this path is kept short. A tensor is sent as its memory, the na
 without being pickled. All other values, such as tensors inside tuples and dictionaries, are pickled.
 
 A receiver may change a value from a channel. A large tensor therefore gets a private mapping of its memory.
-The mapping costs a page fault for every few pages that are read, and about as much time again for unmapping.
+Mapping costs one page fault for every few pages that are read, and unmapping takes about as long again.
 If the first layer of a part only reads its input, the part avoids the mapping and reads the memory that the
 sender has written.
 """

@@ -1,10 +1,11 @@
 """Damage in a channel's shared memory breaks the channel, and never crashes or blocks its users.
 
 Other processes write to this memory, and any of these processes may have a stray pointer. Each case runs in a
-forked child. The child first uses every part of the channel: items inside, leased and parked, ports, and a
-cause. The child then damages the memory and makes more calls. A call may raise ``Broken`` or any other error,
-time out, or succeed, but no signal may kill the child. After a while, the child calls ``abort``, as a user
-who gives up on the channel would. After that, every call must end.
+forked child. The child first uses every part of the channel. It leaves items in the channel, leased items,
+parked items, open ports and a recorded cause. The child then damages the memory and makes more calls. A call
+may raise ``Broken`` or any other error, time out, or succeed, but no signal may kill the child. After a
+while, the child calls ``abort``, as a user who gives up on the channel would. After that, every call must
+end.
 """
 
 from __future__ import annotations

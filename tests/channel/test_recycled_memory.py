@@ -17,7 +17,7 @@ def test_writer_of_an_unread_channel_never_waits_for_memory() -> None:
 
 
 def test_put_waits_briefly_and_once_for_memory_that_readers_hold() -> None:
-    """After one wait, later puts do not wait until readers have finished more items."""
+    """After one put has waited, later puts use new memory at once until readers have finished more items."""
     channel = Channel[np.ndarray](64, across="processes")
     waits = []
     kept = []

@@ -166,7 +166,7 @@ def test_second_backend_raises(torch_programs: Template, named: str) -> None:
     lines = program.communicate(timeout=100)[0].splitlines()
     assert len(lines) >= 2
     for line in lines[-2:]:  # torch 2.8's gloo first prints other lines
-        assert f'the backend must be "flowchan" alone, got "{named}"' in line
+        assert f'the backend must be just "flowchan", got "{named}"' in line
 
 
 @pytest.mark.parametrize("named", ["flowchan", "cpu:flowchan", "cpu:flowchan,cuda:nccl"])

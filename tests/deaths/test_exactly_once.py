@@ -337,7 +337,7 @@ def kill_one(run: Run, name: str) -> None:
     """Kill the first worker of a stage as soon as its process exists, and wait until the run notices this."""
 
     def running() -> list[WorkerProcess]:
-        with contextlib.suppress(RuntimeError, ValueError):  # a worker is just being replaced
+        with contextlib.suppress(RuntimeError, ValueError):  # a worker is being replaced
             processes = run._crew.local.processes.items()
             return [p for id, p in processes if (id.stage, id.number) == (name, 1) and not p.ended()]
         return []

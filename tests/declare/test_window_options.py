@@ -136,7 +136,7 @@ def test_keyed_stage_records_its_key_and_state(options: dict[str, Any]) -> None:
         (
             {"key": int, "state": list, "concurrency_per_key": 2, "workers": 3},
             ValueError,
-            "concurrency_per_key must be 1 with state, got 2",
+            "concurrency_per_key must be 1 if the stage has state, got 2",
         ),
         ({"key": int, "workers": "auto"}, ValueError, "key requires a fixed number of workers"),
     ],

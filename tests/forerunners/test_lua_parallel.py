@@ -352,7 +352,7 @@ def receive_in_place(parent: Any) -> tuple[bool, list[float]]:
 
 
 def test_parallel_test_receives_into_the_same_storage() -> None:
-    """Sample of the first README: each of four workers receives five storages."""
+    """Example from the first README: each of four workers receives five storages."""
     with children.start(4) as kids:
         kids.run(receive_in_place)
         for _ in range(5):

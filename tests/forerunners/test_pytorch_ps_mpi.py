@@ -1,7 +1,7 @@
 """Test groups and ``Gradients`` with the cases from pytorch_ps_mpi's tests.
 
 Each test has the name of the original test but none of its code. The members are threads; the original uses
-two processes. The following original tests have no counterpart here, or a different result:
+two processes. The following original tests have no counterpart here, or have a different result:
 
 ``Igatherv`` with oversized slots, padding, ``trim_msg``
     They test buffers that must be as large as the largest message. Here sizes may differ by any factor: one

@@ -2,7 +2,7 @@
 
 The tests use ``allreduce_with``, ``join`` and ``broadcast``. The members are threads, as in the original.
 Each test has the name of the original test but none of its code. The following original tests have no
-counterpart here, or a different result:
+counterpart here, or have a different result:
 
 ``base``, ``buildTree``
     A group does not need the shape of a tree. On one host, members read each other's values in shared memory;

@@ -91,7 +91,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("lines", "marks", "why"), ENDS)
 def test_agent_end_is_reported_only_if_the_wrapper_reported_it(lines, marks, why):
-    """The end of ssh says nothing about the agent, unless the wrapper script has reported the agent's end."""
+    """The exit of ssh does not show that the agent exited, unless the wrapper script has reported that."""
     message = explainer("gpu1", "nopy", "get one", lambda code, output: "not reached")(
         255, ProcessOutput(lines, marks)
     )

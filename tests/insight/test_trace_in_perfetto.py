@@ -107,7 +107,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spans_in(events: list[Event], kinds: str) -> list[tuple[str, str, str, int, int]]:
-    """Return the process, the thread, the name, the begin and the length of each span, in nanoseconds."""
+    """Return the process, thread and name of each span, and its start and length in nanoseconds."""
     processes, threads = names_of(events)
     return sorted(
         (

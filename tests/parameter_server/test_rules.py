@@ -100,7 +100,13 @@ def test_client_accepts_names_and_functions_of_two_arguments(rule: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "rule", "scale", "error", "message"),
     [
-        ({"x": torch.ones(2)}, "add", 1.0, KeyError, "keys of values must be names of the server's tensors"),
+        (
+            {"x": torch.ones(2)},
+            "add",
+            1.0,
+            KeyError,
+            "each key in values must be the name of one of the server's tensors",
+        ),
         (
             {"w": torch.ones(3)},
             "add",

@@ -1,4 +1,4 @@
-"""Test that a killed node raises ``NodeDied`` in all later uses, and that other nodes continue."""
+"""Test that every later use of a killed node raises ``NodeDied``, and that other nodes keep working."""
 
 from __future__ import annotations
 

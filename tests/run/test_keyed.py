@@ -329,7 +329,11 @@ def test_keyed_stage_keeps_its_number_of_workers() -> None:
         ({"concurrency_per_key": 2}, TypeError, "concurrency_per_key requires key"),
         ({"key": 3}, TypeError, "key must be a function"),
         ({"key": where_async}, TypeError, "key must be a function that is not async"),
-        ({"key": int, "state": int, "concurrency_per_key": 2}, ValueError, "must be 1 with state, got 2"),
+        (
+            {"key": int, "state": int, "concurrency_per_key": 2},
+            ValueError,
+            "must be 1 if the stage has state, got 2",
+        ),
         ({"key": int, "concurrency_per_key": 0}, ValueError, "concurrency_per_key must be"),
         ({"key": int, "state": 3}, TypeError, "state must be a function"),
         (

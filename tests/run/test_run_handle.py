@@ -247,8 +247,8 @@ def test_exception_while_iterating_results_aborts_the_run_and_propagates(on: Any
             raise LookupError("mine")
     states = {"aborted"}
     if not held and sysconfig.get_config_var("Py_GIL_DISABLED"):
-        # The loop drops its iterator before the block ends, so the source may already have ended without
-        # readers. With a GIL, the run notices both at the same time.
+        # The loop drops its iterator before the block ends, so the source may already have ended, because it
+        # had no readers left. With a GIL, the run notices both at the same time.
         states.add("done")
     assert run.stats().state in states
 

@@ -325,14 +325,14 @@ def test_unknown_layer_name_raises_with_the_known_names(names: list[str]) -> Non
 @pytest.mark.parametrize("names", [["layer3", "layer2"], ["layer2", "layer2"], ["conv1"]])
 def test_names_out_of_order_raise(names: list[str]) -> None:
     with pytest.raises(
-        ValueError, match="must name layers in the order in which they run, without the first"
+        ValueError, match="must name layers in the order in which they run, excluding the first"
     ):
         Sequential(ResNet18(), names)
 
 
 @pytest.mark.parametrize("names", [["3", "2"], ["2", "2"], ["0"]])
 def test_names_out_of_order_in_a_sequential_raise(names: list[str]) -> None:
-    with pytest.raises(ValueError, match="must name layers in the module's order, without the first"):
+    with pytest.raises(ValueError, match="must name layers in the module's order, excluding the first"):
         Sequential(nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))), names)
 
 

@@ -6,7 +6,7 @@ do. Use ``--durations`` to find out whether the list is still right.
 
 LONG_FILES = frozenset(
     {
-        # files of make test
+        # files that "make test" runs
         "test_child_kills.py",
         "test_cli_launch.py",
         "test_conftest.py",

@@ -1,9 +1,9 @@
 """Separate program for peers.
 
-Like a program on another host, it inherits nothing from the test. The program imports the modules that tests
-need once, and forks a child for each requested function. The imports do not start threads or open files, so a
-child behaves like a new program, even when it exits. A child gets the gates of the tests, and a pipe for the
-result or error of the function.
+Like a program on another host, it inherits nothing from the test. The program imports once the modules that
+tests need, and forks a child for each requested function. The imports do not start threads or open files. A
+child therefore behaves like a new program, even when it exits. A child gets the gates of the tests, and a
+pipe for the result or error of the function.
 """
 
 from __future__ import annotations

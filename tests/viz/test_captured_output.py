@@ -104,8 +104,7 @@ ENDS = """
 
 
 def test_output_streams_are_restored_however_drawing_ends(tmp_path: Path) -> None:
-    """Drawing fails at its start or its end, is interrupted by Ctrl-C, or draws two tables at the same
-    time."""
+    """A drawing fails at its start or end, is interrupted by Ctrl-C, or overlaps with another drawing."""
     lines, code = on_terminal([sys.executable, str(script(tmp_path, ENDS))], tmp_path)
     assert (code, lines[-2:]) == (0, ["all as at first", ""]), lines
 

@@ -339,9 +339,8 @@ class ProcessGroup(_ProcessGroup):  # type: ignore[misc]
         others = [one for one in named.split(",") if one.partition(":")[2] not in ("", "flowchan")]
         if set(others) - {"cuda:nccl"}:
             raise ValueError(
-                f'the backend must be "flowchan" alone, got "{named}"; CUDA tensors use NCCL without '
-                'a second backend, and dist.new_group(backend="gloo") creates a group with another '
-                "backend"
+                f'the backend must be just "flowchan", got "{named}"; it already uses NCCL for CUDA tensors, '
+                'and dist.new_group(backend="gloo") creates a group with another backend'
             )
         self._is_alone = True
 

@@ -105,8 +105,8 @@ class DeathLog:
         put. For this reason, up to ``MOST_LATER_DEATHS`` later deaths exclude no further members.
         """
         id, member = worker.id, self._trying.get(worker.id, -1)
-        # The worker died on another item, or too few workers have died so far to try the members one by
-        # one.
+        # The worker died on another item, or not enough workers have died yet to start trying the members
+        # one by one.
         if ended.over_item < worker.stage.max_deaths:
             self._members.pop(id, None)
             self._tried.pop(id, None)

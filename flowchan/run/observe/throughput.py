@@ -98,7 +98,7 @@ class Model:
     """Predicts the throughput of a run.
 
     Attributes:
-        works: Work of each stage that took items, by stage.
+        works: Work of the stages that took items, by stage.
         cores: Number of cores that the run may use.
         lock: True if the threads of this process compete for one interpreter lock.
         fixed: Bounds that do not depend on the numbers of workers, by resource.

@@ -46,7 +46,7 @@ class TraceEvents:
         self._hosts: dict[tuple[str, int], str] = {}  # host of each worker, by stage and number
         self._tids: dict[tuple[str, int, str, bool], int] = {}
         self._item_end: dict[int, int] = {}  # end of the last item span, by thread
-        # Thread and start of each item span, by stage, worker and the time of the get in seconds.
+        # Thread and start of each item span, by stage, worker and get time (in seconds).
         self._drawn: dict[tuple[str, int, float], tuple[int, int]] = {}
         self._numbers, self._flows = count(1), count(1)
         self._names: dict[int, int] = {}  # number of each sample, by mark

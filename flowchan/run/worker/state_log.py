@@ -161,7 +161,7 @@ def _framed(next_number: int, contents: bytes) -> bytes:
 
 
 def _checksum(next_number: int, contents: bytes) -> int:
-    # With the start value 0, a record of zeros would count as valid.
+    # If the initial value were 0, a record of all zeros would count as valid.
     return zlib.crc32(contents, next_number + 1 & 0xFFFFFFFF)
 
 

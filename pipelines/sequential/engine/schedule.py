@@ -347,7 +347,7 @@ def parse(text: str, part: int = 0) -> list[Step]:
     for word in text.split():
         match = STEP.fullmatch(word)
         if match is None:
-            raise ValueError(f"parse: a step must look like F0, or 1:F0 with the part, got {word!r}")
+            raise ValueError(f"parse: a step must look like F0, or like 1:F0 to name the part, got {word!r}")
         where = part if match["part"] is None else int(match["part"])
         found.append(Step(cast("Op", match["op"]), int(match["chunk"]), where))
     return found
