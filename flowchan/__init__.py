@@ -1,16 +1,16 @@
-"""Run graphs of stages joined by closable channels that span threads, processes and hosts."""
+"""Run graphs of stages joined by closable channels that span threads, processes and hosts.
+
+Each public name is imported on first use. A program that uses only channels therefore does not wait for the
+modules that run graphs.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
 
 # Must be imported first, because it selects the core that all other modules import.
 from flowchan import native as _native  # noqa: F401
 
 # isort: split
-from flowchan.channel.channel import Channel, ChannelStats, Holder, In, Out
-from flowchan.channel.select import NothingReady, Selected, select
-from flowchan.declare.auto_workers import AutoWorkers, auto
-from flowchan.declare.broadcast import Broadcast
-from flowchan.declare.feedback import Feedback
-from flowchan.declare.input_stream import Input
-from flowchan.declare.stream import Stream
 from flowchan.errors import (
     Broken,
     ChannelError,
@@ -35,29 +35,39 @@ from flowchan.errors import (
     StageError,
     WorkerDied,
 )
-from flowchan.items.codec import Unreadable, pack, unpack
-from flowchan.items.combining import Reduced
-from flowchan.items.keyed_state import KeyedState
-from flowchan.items.recording import Recording
-from flowchan.items.window import Window
-from flowchan.run import (
-    Cause,
-    EdgeStats,
-    Failed,
-    Graph,
-    Health,
-    HostStats,
-    Prediction,
-    Results,
-    Run,
-    RunStats,
-    ScalingDecision,
-    StageStats,
-    WorkerPool,
-    WorkerStats,
-    WorkSeconds,
-)
-from flowchan.run.policy.seeds import Worker, worker
+
+if TYPE_CHECKING:
+    from flowchan.channel.channel import Channel, ChannelStats, Holder
+    from flowchan.channel.ports import In, Out
+    from flowchan.channel.select import NothingReady, Selected, select
+    from flowchan.declare.auto_workers import AutoWorkers, auto
+    from flowchan.declare.broadcast import Broadcast
+    from flowchan.declare.feedback import Feedback
+    from flowchan.declare.input_stream import Input
+    from flowchan.declare.stream import Stream
+    from flowchan.items.codec import Unreadable, pack, unpack
+    from flowchan.items.combining import Reduced
+    from flowchan.items.failed import Failed
+    from flowchan.items.keyed_state import KeyedState
+    from flowchan.items.recording import Recording
+    from flowchan.items.window import Window
+    from flowchan.run.graph import Graph
+    from flowchan.run.observe.what_if import Prediction
+    from flowchan.run.policy.health import Health
+    from flowchan.run.policy.scaling import ScalingDecision
+    from flowchan.run.policy.seeds import Worker, worker
+    from flowchan.run.policy.stats import (
+        Cause,
+        EdgeStats,
+        HostStats,
+        RunStats,
+        StageStats,
+        WorkerStats,
+        WorkSeconds,
+    )
+    from flowchan.run.results import Results
+    from flowchan.run.run import Run
+    from flowchan.run.worker_pool import WorkerPool
 
 __all__ = [
     "AutoWorkers",
@@ -122,7 +132,50 @@ __all__ = [
     "worker",
 ]
 
-# Messages, tracebacks and pickles then name the module that users import, not the defining module.
-for _name in __all__:
-    globals()[_name].__module__ = "flowchan"
-del _name
+_NAMES = {
+    "channel.channel": ("Channel", "ChannelStats", "Holder"),
+    "channel.ports": ("In", "Out"),
+    "channel.select": ("NothingReady", "Selected", "select"),
+    "declare.auto_workers": ("AutoWorkers", "auto"),
+    "declare.broadcast": ("Broadcast",),
+    "declare.feedback": ("Feedback",),
+    "declare.input_stream": ("Input",),
+    "declare.stream": ("Stream",),
+    "items.codec": ("Unreadable", "pack", "unpack"),
+    "items.combining": ("Reduced",),
+    "items.failed": ("Failed",),
+    "items.keyed_state": ("KeyedState",),
+    "items.recording": ("Recording",),
+    "items.window": ("Window",),
+    "run.graph": ("Graph",),
+    "run.observe.what_if": ("Prediction",),
+    "run.policy.health": ("Health",),
+    "run.policy.scaling": ("ScalingDecision",),
+    "run.policy.seeds": ("Worker", "worker"),
+    "run.policy.stats": (
+        "Cause",
+        "EdgeStats",
+        "HostStats",
+        "RunStats",
+        "StageStats",
+        "WorkSeconds",
+        "WorkerStats",
+    ),
+    "run.results": ("Results",),
+    "run.run": ("Run",),
+    "run.worker_pool": ("WorkerPool",),
+}
+"""The public names that each module defines. ``flowchan.errors`` is always loaded."""
+
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+if not TYPE_CHECKING:  # type checkers would accept every name
+
+    def __getattr__(name):
+        """Import the module of a public name on its first use."""
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"flowchan.{_MODULES[name]}"), name)
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -20,15 +20,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from flowchan.public import public
 
+
+@public
 class FlowchanError(Exception):
     """Base class of flowchan's exceptions."""
 
 
+@public
 class ChannelError(FlowchanError):
     """Base class of the exceptions that channel calls raise, except for invalid arguments."""
 
 
+@public
 class Closed(ChannelError):
     """The channel is closed and accepts no more items.
 
@@ -46,6 +51,7 @@ class Closed(ChannelError):
     """
 
 
+@public
 class Drained(Closed):
     """The channel ended cleanly: it is closed and empty, and no item is leased.
 
@@ -63,6 +69,7 @@ class Drained(Closed):
     """
 
 
+@public
 class Broken(ChannelError):
     """The channel failed; ``__cause__`` gives the reason.
 
@@ -81,6 +88,7 @@ class Broken(ChannelError):
     """
 
 
+@public
 class Full(ChannelError, queue.Full, TimeoutError):
     """The channel had no room for the item, immediately or within ``timeout`` seconds.
 
@@ -96,6 +104,7 @@ class Full(ChannelError, queue.Full, TimeoutError):
     """
 
 
+@public
 class Empty(ChannelError, queue.Empty, TimeoutError):
     """The channel had no item, immediately or within ``timeout`` seconds, but is still open.
 
@@ -110,6 +119,7 @@ class Empty(ChannelError, queue.Empty, TimeoutError):
     """
 
 
+@public
 class WorkerDied(FlowchanError):
     """A worker process died: it was killed, crashed, or called ``os._exit``.
 
@@ -151,6 +161,7 @@ def _worker_died(message: str, exitcode: int | None, pid: int | None) -> WorkerD
     return WorkerDied(message, exitcode=exitcode, pid=pid)
 
 
+@public
 class ChildDied(FlowchanError):
     """A child of ``flowchan.pipelines.children`` died: it was killed, it crashed, or its host was lost.
 
@@ -198,6 +209,7 @@ def _child_died(
     return ChildDied(message, number=number, host=host, pid=pid, signal=signal, exitcode=exitcode)
 
 
+@public
 class HostError(FlowchanError):
     """A host is unusable because its agent did not start or does not answer.
 
@@ -222,6 +234,7 @@ class HostError(FlowchanError):
         return HostError, (str(self), self.host)
 
 
+@public
 class Refused(FlowchanError, ConnectionError):
     """The handshake of a connection between hosts failed.
 
@@ -230,6 +243,7 @@ class Refused(FlowchanError, ConnectionError):
     """
 
 
+@public
 class GroupError(FlowchanError):
     """Base class of the exceptions that group operations raise.
 
@@ -246,6 +260,7 @@ class GroupError(FlowchanError):
     """
 
 
+@public
 class MemberDied(GroupError):
     """A group member died or gave up during an operation, so the operation cannot complete.
 
@@ -274,6 +289,7 @@ class MemberDied(GroupError):
         return type(self), (str(self), self.ranks, self.operation)
 
 
+@public
 class MemberLeft(MemberDied):
     """A member closed its group while others were still calling operations.
 
@@ -291,6 +307,7 @@ class MemberLeft(MemberDied):
     """
 
 
+@public
 class Mismatch(GroupError, ValueError):
     """Group members called different operations, or the same one with conflicting arguments.
 
@@ -311,6 +328,7 @@ class Mismatch(GroupError, ValueError):
     """
 
 
+@public
 class LateItem(FlowchanError):
     """An item arrived after its windows had closed, or after its possible partners in a join were dropped.
 
@@ -328,6 +346,7 @@ class LateItem(FlowchanError):
     """
 
 
+@public
 class Deadlock(FlowchanError):
     """All workers were waiting for channels and no item was in flight. The run could not continue.
 
@@ -358,6 +377,7 @@ class Where:
         return f"{self.file}:{self.line}"
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Problem that ``check`` found in a graph.
@@ -386,6 +406,7 @@ class Problem:
         return f"{self.where}: {subject}{self.message}"
 
 
+@public
 class GraphError(FlowchanError):
     """The declaration of a graph is wrong.
 
@@ -415,6 +436,7 @@ class GraphError(FlowchanError):
         return GraphError, (self.graph, self.problems)
 
 
+@public
 class StageError(FlowchanError):
     """A stage failed.
 
@@ -456,6 +478,7 @@ def _stage_error(
     return error
 
 
+@public
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM ended a run.
 
@@ -503,6 +526,7 @@ class Interrupted(KeyboardInterrupt):
         return self._tell(self)[1]
 
 
+@public
 class RunError(ExceptionGroup[StageError], FlowchanError):
     """A run failed; ``exceptions`` has one :class:`StageError` for each failure, in order.
 

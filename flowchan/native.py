@@ -34,8 +34,9 @@ def need_native(problem: str) -> None:
 def _choose() -> None:
     """Load the core. If a compiled module exists but fails to load, raise its error."""
     spec = None if os.environ.get(SWITCH) == "1" else importlib.util.find_spec(_CORE)
-    if spec is None or spec.origin is None:  # a source tree without a build has only a folder of this name
-        sys.modules[_CORE] = importlib.import_module("flowchan.pure.core")
+    # a source tree without a build has only a folder of this name
+    is_missing = spec is None or spec.origin is None
+    sys.modules[_CORE] = importlib.import_module("flowchan.pure.core" if is_missing else _CORE)
 
 
 _choose()

@@ -29,6 +29,7 @@ PACKAGES = {
 # import each other. "flowchan" is the public package, flowchan/__init__.py. Lower parts never import it, but
 # higher parts may.
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("public",),
     ("errors",),
     ("_core", "native"),
     ("transport",),

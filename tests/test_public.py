@@ -41,19 +41,32 @@ ACCEPT = "to accept a change of the native module, write it into flowchan/_core.
 PUBLIC = {name: getattr(flowchan, name) for name in flowchan.__all__ if not name.startswith("__")}
 
 
-def loaded_after(statement: str) -> set[str]:
-    """Return the top-level modules that a fresh interpreter has loaded after a statement."""
-    code = (
-        f"{statement}\nimport json, "
-        f"sys\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
-    )
+def modules_after(statement: str) -> set[str]:
+    """Return the modules that a fresh interpreter has loaded after a statement."""
+    code = f"{statement}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout))
 
 
+def loaded_after(statement: str) -> set[str]:
+    """Return the top-level modules that a fresh interpreter has loaded after a statement."""
+    return {name.split(".")[0] for name in modules_after(statement)}
+
+
 def test_import_flowchan_does_not_load_heavy_modules():
     """The import is quick, because heavy modules are imported when they are first needed."""
-    assert loaded_after("import flowchan") & {*HEAVY, *RARE} == set()
+    assert loaded_after("from flowchan import *") & {*HEAVY, *RARE} == set()
+
+
+def test_channel_does_not_load_the_modules_of_graphs():
+    """A program that uses only channels must not wait for modules that declare and run graphs."""
+    parts = {
+        name.split(".")[1]
+        for name in modules_after("import flowchan; flowchan.Channel")
+        if "flowchan." in name
+    }
+    assert {"channel", "items"} <= parts
+    assert parts & {"declare", "run", "check", "hosts", "remote", "collective"} == set()
 
 
 def test_using_a_channel_does_not_load_heavy_modules():
@@ -98,6 +111,54 @@ def test_pipelines_load_torch_only_if_they_need_it():
 def test_dunder_all_has_no_duplicates_and_only_existing_names():
     assert len(set(flowchan.__all__)) == len(flowchan.__all__)
     assert all(hasattr(flowchan, name) for name in flowchan.__all__)
+
+
+def imported_names(body: list[ast.stmt]) -> dict[str, set[str]]:
+    """Return the names that a block imports from flowchan's modules, grouped by module."""
+    found: dict[str, set[str]] = {}
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and (module := (node.module or "")).startswith("flowchan."):
+            found.setdefault(module.removeprefix("flowchan."), set()).update(name.name for name in node.names)
+    return found
+
+
+def test_type_checkers_see_names_that_load_on_first_use() -> None:
+    """The package lists these names once for type checkers and once for the program."""
+    body = ast.parse((ROOT / "flowchan" / "__init__.py").read_text()).body
+    (checked,) = (
+        node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    later, at_once = imported_names(checked), imported_names(body)
+    assert later == {module: set(names) for module, names in flowchan._NAMES.items()}
+    names = [*(name for names in later.values() for name in names), *at_once["errors"]]
+    assert sorted(names) == sorted(flowchan.__all__)
+
+
+def test_loaded_module_puts_its_public_names_into_flowchan() -> None:
+    """Pickle finds an object by its module and name, even if the program has not used ``flowchan.X``."""
+    code = (
+        "import flowchan, importlib\n"
+        "for module, names in flowchan._NAMES.items():\n"
+        "    defining = importlib.import_module(f'flowchan.{module}')\n"
+        "    for name in names:\n"
+        "        assert vars(flowchan)[name] is getattr(defining, name), name\n"
+        "        assert vars(flowchan)[name].__module__ == 'flowchan', name"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_dir_lists_names_that_are_not_loaded() -> None:
+    code = (
+        "import flowchan\n"
+        "assert 'Graph' not in vars(flowchan)\n"
+        "assert set(flowchan.__all__) <= set(dir(flowchan))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_name_raises_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'flowchan' has no attribute 'Chanel'"):
+        flowchan.Chanel  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -25,6 +25,7 @@ from flowchan.channel.transports import TRANSPORTS, Across, Transport
 from flowchan.errors import Broken, ChannelError
 from flowchan.items import arrays
 from flowchan.items.arguments import is_whole, refuses_misspelt, whole
+from flowchan.public import public
 from flowchan.transport.descriptors import (
     Beside,
     Handle,
@@ -52,6 +53,7 @@ _UNBOUNDED = 2 * LARGEST  # more items than memory can hold, and more than a cal
 _MOST_BY_DEFAULT = 16 << 30
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Holder:
     """Process that holds arrays, tensors or memory views in the memory of a channel.
@@ -78,6 +80,7 @@ class Holder:
     bytes: int
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class ChannelStats:
     """Statistics of a channel at one moment (C15).
@@ -159,6 +162,7 @@ def most_bytes() -> int:
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2, _MOST_BY_DEFAULT)
 
 
+@public
 class Channel(_core.Channel[T]):
     """Bounded FIFO of items with any number of writers and readers.
 

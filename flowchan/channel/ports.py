@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from flowchan import _core
 from flowchan.channel import awaiting
 from flowchan.items import arrays
+from flowchan.public import public
 
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -27,6 +28,7 @@ def _leaves(port: In[Any] | Out[Any], error: BaseException | None) -> bool:
     return ask is None or ask(port, error)
 
 
+@public
 class In(_core.In[T_co]):
     """Reading end of a channel.
 
@@ -73,6 +75,7 @@ class In(_core.In[T_co]):
     __anext__ = awaiting.anext_item
 
 
+@public
 class Out(_core.Out[T_contra]):
     """Writing end of a channel. Leaving the ``with`` block closes the end.
 

@@ -11,12 +11,14 @@ from flowchan.channel.channel import Channel, In, Out
 from flowchan.channel.sides import Readable, Writable
 from flowchan.errors import Drained, Empty, Full
 from flowchan.items.text import short
+from flowchan.public import public
 
 T = TypeVar("T")
 U = TypeVar("U")
 T_co = TypeVar("T_co", covariant=True)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Selected(Generic[T_co]):
     """Result of :func:`select`: the operation that was performed.
@@ -39,6 +41,7 @@ class Selected(Generic[T_co]):
     put: bool
 
 
+@public
 class NothingReady(Empty, Full):
     """None of the operations of a ``select`` became possible within ``timeout`` seconds.
 
@@ -75,6 +78,7 @@ def select(
     *,
     ready: Iterable[Channel[Any]],
 ) -> Selected[Any]: ...
+@public
 def select(
     gets: Iterable[Readable[Any]] = (),
     puts: Iterable[tuple[Writable[Any], Any]] = (),

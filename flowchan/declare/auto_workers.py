@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from flowchan.items.arguments import whole
 from flowchan.items.text import shown
+from flowchan.public import public
 
 
+@public
 @dataclass(frozen=True, slots=True, eq=False)
 class AutoWorkers:
     """Upper limit on the number of workers that a run may choose; :func:`~flowchan.auto` creates it.
@@ -30,6 +32,7 @@ class AutoWorkers:
         return "'auto'" if self.most is None else f"auto(most={self.most})"
 
 
+@public
 def auto(most: int | None = None) -> AutoWorkers:
     """Let the run choose how many workers a stage has, up to a maximum.
 

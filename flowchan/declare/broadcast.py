@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, Generic, TypeVar, cast
 
 from flowchan.items.latest_value import LatestValue, LatestValueReader, Versioned, parts_of
+from flowchan.public import public
 
 T = TypeVar("T")
 Key = tuple[str, str, int]
@@ -24,6 +25,7 @@ Key = tuple[str, str, int]
 user's module again, the key stays the same."""
 
 
+@public
 class Broadcast(Generic[T]):
     """Value that the program sets and all workers of a graph read.
 

@@ -7,10 +7,12 @@ from typing import TypeVar
 from flowchan.declare.stream import Stream
 from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import Origin
+from flowchan.public import public
 
 T = TypeVar("T")
 
 
+@public
 class Feedback(Stream[T]):
     """Stream whose writer is declared later, with :meth:`feed`. Only a ``graph.stage`` can read it.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TypeVar
 
 from flowchan.declare.stream import Stream
+from flowchan.public import public
 
 T = TypeVar("T")
 
 
+@public
 class Input(Stream[T]):
     """Stream of items that the program puts into ``run[stream]`` while the graph runs.
 

@@ -22,16 +22,7 @@ from flowchan.declare.options import (
     allreduce_options,
     shows,
 )
-from flowchan.declare.shapes import (
-    AnyFunction,
-    Awaited,
-    Built,
-    Effect,
-    Fold,
-    Many,
-    WithState,
-    WithStateLater,
-)  # fmt: skip
+from flowchan.declare.shapes import AnyFunction, Awaited, Built, Effect, Fold, Many, WithState, WithStateLater
 from flowchan.declare.stream_end import StreamEnd
 from flowchan.declare.stream_handle import origins, streams_argument
 from flowchan.declare.values import Stage
@@ -41,6 +32,7 @@ from flowchan.items.combining import Function, Named, Reduced
 from flowchan.items.failed import Failed
 from flowchan.items.tracebacks import methods_end_at_caller
 from flowchan.items.window import Window, window_type
+from flowchan.public import public
 
 _MISSING: Any = object()
 
@@ -51,6 +43,7 @@ T_co = TypeVar("T_co", covariant=True)
 F_co = TypeVar("F_co", covariant=True)
 
 
+@public
 @methods_end_at_caller
 class Stream(StreamEnd[T_co]):
     """Output of a stage in a graph; its methods declare the next stage.

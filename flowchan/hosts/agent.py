@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
+import flowchan.run.graph  # noqa: F401 - for workers, whose code usually imports flowchan.Graph
 from flowchan import _core
 from flowchan.channel.channel import Channel, In, Out, most_bytes
 from flowchan.errors import Broken, Closed, HostError

@@ -26,6 +26,7 @@ from flowchan.items.arrays import reducers
 from flowchan.items.text import short
 from flowchan.items.tracebacks import shortened
 from flowchan.items.unpicklable import smallest
+from flowchan.public import public
 from flowchan.transport import descriptors
 from flowchan.transport.device import transfer
 from flowchan.transport.interrupts import is_interrupt, unless_interrupted
@@ -37,6 +38,7 @@ by_value_modules: set[str] = {"__main__", "__mp_main__"}
 Packed = bytes | list[Any]
 
 
+@public
 def pack(value: object) -> Packed:
     """Serialise a value in the format of items between processes, so that items can contain it packed.
 
@@ -111,6 +113,7 @@ def _pack(value: object) -> Packed:
     return [data, *buffers] if buffers else data
 
 
+@public
 def unpack(packed: Packed) -> Any:
     """Restore the value that was passed to :func:`pack`.
 
@@ -318,6 +321,7 @@ def loads(data: Packed | tuple[Any, list[Any], tuple[list[int], int] | None]) ->
         descriptors.now.opened = outer
 
 
+@public
 @dataclass(frozen=True, slots=True, repr=False)
 class Unreadable:
     """Replaces an item that a stage could not unpickle.

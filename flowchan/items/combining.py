@@ -11,12 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from flowchan.public import public
+
 T = TypeVar("T")
 
 Function = Callable[[Any, Any], Any]
 Named = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 
+@public
 class Reduced(NamedTuple, Generic[T]):
     """Combined values of all workers of a stage in one round of ``allreduce``.
 

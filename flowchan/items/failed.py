@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from flowchan.public import public
+
 T_co = TypeVar("T_co", covariant=True)
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Failed(Generic[T_co]):
     """Item for which the function of a stage raised an exception, as ``errors`` streams contain it.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
 from flowchan.items.text import shown
+from flowchan.public import public
 
 T = TypeVar("T")
 
@@ -13,6 +14,7 @@ MISSING: Any = object()
 """Marks a key that has no state."""
 
 
+@public
 class KeyedState(Generic[T]):
     """State of one key, which a keyed stage passes to its function with each item.
 

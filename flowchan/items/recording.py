@@ -35,6 +35,7 @@ from flowchan.items.arguments import whole
 from flowchan.items.codec import unpack
 from flowchan.items.latest_value import parts_of
 from flowchan.items.text import shown
+from flowchan.public import public
 
 log = logging.getLogger("flowchan.run")
 
@@ -201,6 +202,7 @@ def _record(number: int, parts: list[memoryview]) -> list[bytes | memoryview]:
     return [fields + _CRC.pack(zlib.crc32(fields)) + sizes, *parts]
 
 
+@public
 class Recording:
     """Items of one channel, recorded by an earlier run.
 

@@ -6,9 +6,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from flowchan.public import public
+
 T = TypeVar("T")
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Window(Generic[T]):
     """Items of one window, all with the same key.

@@ -9,6 +9,7 @@ from flowchan.check.rules import check, duplicates
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.networkx_graph import to_networkx
 from flowchan.errors import FlowchanError, GraphError, Problem
+from flowchan.public import public
 from flowchan.run.runnable import Runnable
 from flowchan.run.worker_pool import WorkerPool
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import networkx
 
 
+@public
 class Graph(Blueprint, Runnable):
     """Graph of stages that are connected by channels.
 

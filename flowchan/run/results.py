@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from flowchan.channel.channel import Channel, In
 from flowchan.declare.stream import Stream
 from flowchan.errors import Broken, Closed
+from flowchan.public import public
 from flowchan.run.crew.local_part import LocalPart
 from flowchan.run.crew.run_ports import RunPorts
 from flowchan.run.policy.decisions import AbortRequested
@@ -27,6 +28,7 @@ from flowchan.run.worker.tracking import marks_of, unmarked
 T = TypeVar("T")
 
 
+@public
 class Results(Mapping[Stream[Any], Any]):
     """Results of a run by stream: the value of each ``reduce`` and the list of each ``collect``.
 

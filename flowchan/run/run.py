@@ -18,6 +18,7 @@ from flowchan.errors import Broken, Interrupted, RunError
 from flowchan.items.arguments import flag, refuses_misspelt, seconds, whole
 from flowchan.items.text import shown
 from flowchan.items.tracebacks import methods_end_at_caller
+from flowchan.public import public
 from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.crew.router import CrewRouter
 from flowchan.run.crew.run_ports import RunPorts
@@ -45,6 +46,7 @@ from flowchan.transport.interrupts import (
 T = TypeVar("T")
 
 
+@public
 @methods_end_at_caller
 class Run(ObservedRun):
     """Started run of a graph. ``run[stream]`` is the writing end of an ``input()`` stream.

@@ -15,6 +15,7 @@ from flowchan.check.rules import raise_for
 from flowchan.declare.blueprint import Blueprint
 from flowchan.declare.values import Stage
 from flowchan.errors import GraphError, Problem, RunError, StageError
+from flowchan.public import public
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.run.crew.pool_processes import PooledProcesses
 from flowchan.run.observe.run_trace import RunTrace
@@ -36,6 +37,7 @@ All ports travel in one item with the channel for the worker's events. For a wor
 item also contains a channel for its later groups."""
 
 
+@public
 class WorkerPool(Runnable):
     """Pool of worker processes for one graph, created by ``graph.pool()``.
 

@@ -44,7 +44,7 @@ def forked(*modules: str) -> Iterator[None]:
     The programs import all other modules themselves.
     """
     global _template
-    _template = Template("flowchan", *modules)
+    _template = Template("flowchan.run.graph", *modules)
     try:
         yield
     finally:

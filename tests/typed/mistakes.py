@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import flowchan
 from flowchan import Channel, Failed, Feedback, Graph, In, Input, Out, Stream, select
 
 numbers = Channel[int](4)
 names: Channel[str] = Channel(4)
 reader: In[int] = numbers.reader()
 writer: Out[int] = numbers.writer()
+
+# Public names
+flowchan.Chanel()  # wrong: attr-defined, reportAttributeAccessIssue
+made: str = flowchan.Channel()  # wrong: assignment, reportAssignmentType
 
 # Channels and ports
 numbers.put("x")  # wrong: arg-type, reportArgumentType

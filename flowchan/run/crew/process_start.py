@@ -101,14 +101,14 @@ def _leave_the_parents_server() -> None:
 def _share_imports() -> None:
     """Let Python's future forkserver import flowchan and, if they are loaded here, numpy and torch.
 
-    The workers then inherit the imported modules. If the program has set a list of modules itself, this
-    function does not change it.
+    The workers then inherit the imported modules, including those of ``flowchan.Graph``, which most programs
+    import. If the program has set a list of modules itself, this function does not change it.
     """
     from multiprocessing import forkserver
 
     if forkserver._forkserver._preload_modules == ["__main__"]:  # type: ignore[attr-defined]
         loaded = [name for name in ("numpy", "torch") if name in sys.modules]
-        own = ("flowchan.run.worker.stack_file", "flowchan.run.worker.process_main")
+        own = ("flowchan.run.worker.stack_file", "flowchan.run.worker.process_main", "flowchan.run.graph")
         multiprocessing.set_forkserver_preload(["__main__", *own, *loaded])
 
 

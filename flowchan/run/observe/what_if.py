@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flowchan.declare.operators import OPERATORS
+from flowchan.public import public
 from flowchan.run.observe.causes import BUSY, SEEN
 from flowchan.run.observe.throughput import (
     CORES,
@@ -38,6 +39,7 @@ ENOUGH = 0.95
 """Share of the largest gain that the suggested number of workers must reach."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Predicted effect of changing one stage, from :meth:`Run.what_if`.

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from flowchan.declare.operators import OPERATORS
 from flowchan.declare.values import UNLIMITED_RESTARTS
+from flowchan.public import public
 from flowchan.run.policy.restart_limit import restarts_used
 from flowchan.run.policy.stats import RunStats, StageState
 from flowchan.run.policy.transitions import PolicyState
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Health:
     """Health of a run at one moment, as plain values that ``json`` can store.

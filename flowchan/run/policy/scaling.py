@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from flowchan.public import public
 from flowchan.run.policy.events import WorkerId
 
 
@@ -55,6 +56,7 @@ class RemoveWorker:
     worker: WorkerId
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
     """Decision that changed the number of workers of a ``workers="auto"`` stage.

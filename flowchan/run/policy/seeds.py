@@ -21,7 +21,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from flowchan.public import public
 
+
+@public
 @dataclass(frozen=True, slots=True)
 class Worker:
     """Identity and seed of the current worker.
@@ -55,6 +58,7 @@ _current: ContextVar[Worker] = ContextVar("flowchan worker")
 _of_process: Worker | None = None  # used by threads that user code starts in a worker process
 
 
+@public
 def worker() -> Worker:
     """Return the worker that runs the calling code.
 

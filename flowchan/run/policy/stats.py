@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowchan.channel.channel import Holder
+from flowchan.public import public
 from flowchan.run.policy.scaling import ScalingDecision
 
 RunState = Literal["running", "stopping", "done", "failed", "stopped", "aborted"]
@@ -20,6 +21,7 @@ CauseKind = Literal[
 ]
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class WorkSeconds:
     """Time spent by a worker, or by all workers of a stage, since the start of the run, in seconds.
@@ -80,6 +82,7 @@ class WorkSeconds:
         )
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
     """Statistics of one current worker of a stage.
@@ -105,6 +108,7 @@ class WorkerStats:
     seconds: WorkSeconds
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Cause:
     """Cause that limits the speed of a run.
@@ -139,6 +143,7 @@ class Cause:
     why: str
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class StageStats:
     """Statistics of one stage.
@@ -230,6 +235,7 @@ class StageStats:
         return "starting" if self.starting >= self.alive else "running"
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class EdgeStats:
     """Statistics of one channel of a graph.
@@ -295,6 +301,7 @@ class EdgeStats:
         return self.put - self.passed
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class HostStats:
     """Statistics of another host that runs workers.
@@ -331,6 +338,7 @@ class HostStats:
     round_trip: float
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class RunStats:
     """Statistics of a whole run.
