@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
+from support.peers import ThreadPeer
 from support.waiting import WAIT_LIMIT_S, wait_until
 
 from flowchan import Channel, Closed
 from flowchan.pipelines import ParameterClient, ParameterServer
 from flowchan.pipelines import map as start
 from flowchan.pipelines.parameter_server.shard_memory import PENDING, OpenShard
+from flowchan.pipelines.parameter_server.wakeup import Wakeup
 
 everywhere = pytest.mark.parametrize("on", ["thread", "process"])
 
@@ -172,19 +173,22 @@ def test_client_can_be_sent_through_a_channel() -> None:
 
 
 @everywhere
-def test_pull_waits_for_the_requested_version(on: str) -> None:
+def test_pull_waits_for_the_requested_version(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps, wait = threading.Event(), Wakeup.wait
+
+    def noted(wakeup: Wakeup, seen: int, seconds: float) -> None:
+        sleeps.set()
+        wait(wakeup, seen, seconds)
+
     with ParameterServer(np.zeros(1), on=on) as server:
         reader, writer = server.client(), server.client()
         with pytest.raises(TimeoutError):
             reader.pull(at_least=1, timeout=0.01)
-
-        def push(client: ParameterClient, worker: int) -> None:
-            time.sleep(0.05)
-            client.push(np.ones(1))
-
-        pushing = start(1, push, writer)
-        assert reader.pull(at_least=1, timeout=WAIT_LIMIT_S) == 1.0
-        pushing.join()
+        monkeypatch.setattr(Wakeup, "wait", noted)
+        pulling = ThreadPeer(lambda: reader.pull(at_least=1, timeout=WAIT_LIMIT_S))
+        wait_until(sleeps.is_set)
+        writer.push(np.ones(1))
+        assert pulling.result() == 1.0
 
 
 @everywhere
