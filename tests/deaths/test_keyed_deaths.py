@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
@@ -100,6 +99,14 @@ def test_counter_per_key_is_exact_despite_kills_at_arbitrary_instructions() -> N
             wait_until(lambda: number < 2000 + 500 * kills)  # noqa: B023 - the run must outlive the kills
             yield pair
 
+    def killed() -> bool:
+        """Kill a worker. Return False if both workers are being replaced."""
+        pids = stage_of(run, "add").pids
+        with contextlib.suppress(ProcessLookupError):
+            if pids:
+                os.kill(chance.choice(pids), signal.SIGKILL)
+        return bool(pids)
+
     added = graph.source(paced()).map(
         add, on="process", workers=2, key=lambda item: item[0], state=int, restarts=10**6
     )  # fmt: skip
@@ -107,10 +114,7 @@ def test_counter_per_key_is_exact_despite_kills_at_arbitrary_instructions() -> N
     run = graph.start()
     for kills in range(20):
         wait_until(lambda: stage_of(run, "add").items_in > 500 * kills)  # noqa: B023
-        while not (pids := stage_of(run, "add").pids):
-            time.sleep(0.001)  # both workers are being replaced
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(chance.choice(pids), signal.SIGKILL)
+        wait_until(killed)
     kills = 20
     assert_counted(run.wait()[result], 12_000)
     assert stage_of(run, "add").restarts >= 10
