@@ -137,10 +137,7 @@ def test_interrupted_wait_leaves_program_and_node_usable(
     def interrupt() -> None:
         latch.wait()
         if call == "full channel":
-            seen, tick = -1, threading.Event()
-            while seen != issued:  # until the program waits for room in the channel
-                seen = issued
-                tick.wait(0.3)
+            wait_blocked(x._m.client._commands, writers=1)
         else:
             wait_until(lambda: waits(nodes) > before)
         os.kill(os.getpid(), number)
