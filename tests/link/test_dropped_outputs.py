@@ -1,0 +1,28 @@
+"""The owner of a channel counts each output once, whether it puts the output or drops it (C3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripted_peer import BREAK, BYTES, KEYLESS, NO_MORE, Frame, FrameType, ScriptedPeer
+
+from flowchan import Channel, _core
+
+
+def test_output_dropped_after_the_end_does_not_count_as_used() -> None:
+    """`flush` returns normally for items that the owner reports as used, so it must not report lost items."""
+    link = _core.Link(True)
+    source, results = (Channel[Any](8, across="processes") for _ in range(2))
+    reader, writer = source.reader(), results.writer()
+    link.open_stream(1, [reader], [writer])
+    with ScriptedPeer(link) as peer:
+        peer.send(*[Frame(FrameType.OUT, KEYLESS, flags=BYTES, payload=b"kept")] * 2)
+        assert any(frame.type is FrameType.OUTPUT and frame.b == 2 for frame in peer.receive_all())
+        results.abort(None)
+        # the link drops the first of these outputs when it notices the end, and later ones because of the end
+        peer.send(*[Frame(FrameType.OUT, KEYLESS, flags=BYTES, payload=b"dropped")] * 3)
+        list(peer.receive_all())
+    with ScriptedPeer(link) as peer:  # the link now reports what has arrived over all connections
+        report = peer.receive_type(FrameType.OUTPUT)
+    assert (report.flags, report.a, report.b) == (NO_MORE | BREAK, 5, 2)
+    link.close()
