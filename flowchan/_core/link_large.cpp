@@ -67,8 +67,8 @@ void Link::pass_over(const Head& head) {
     LinkStream* stream = find(head.stream);
     if (!stream || head.port >= stream->sinks.size()) return;
     Sink& sink = stream->sinks[head.port];
-    sink.drop(head.n);
-    note_progress();
+    sink.drop(sink.got, head.n);
+    count_arrival(sink, false);
 }
 
 // Finish a large item, or keep the part that has arrived. Return false if the other side sent invalid data,
@@ -99,9 +99,13 @@ bool Link::end_large(Large& large, bool whole) {
         return true;
     }
     const bool put = large.slot || large.skips;
-    if (!sink.check_ended() && !put && !sink.stage(large.item, std::move(large.buffer))) return false;
     if (large.skips && owner_side_) repair(sink, large.item, sink.writer.number, large.index);
-    if (put) sink.count_used(sink.got, 0, large.item.key);
+    if (put)
+        sink.count_used(sink.got, 0, large.item.key);
+    else if (sink.check_ended() || sink.drops_items())
+        sink.drop(sink.got, large.item.key);
+    else if (!sink.stage(large.item, std::move(large.buffer)))
+        return false;
     count_arrival(sink, owner_side_ || !large.slot);
     return true;
 }

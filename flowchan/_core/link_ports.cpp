@@ -374,6 +374,7 @@ void Sink::unstage() {
 }
 
 void Sink::forget_staged() {
+    for (const Staged& one : staged) drop(one.output, one.key);
     staged.clear();
     staged_bytes = 0;
 }
@@ -411,9 +412,8 @@ void Sink::count_used(uint64_t output, uint64_t reference, uint64_t key) {
 
 // A dropped item does not count as used, because `flush` promises that the owner has put the used items (C3).
 // After an output was lent, all later outputs must be counted, because the worker's host frees them in order.
-void Sink::drop(uint64_t key) {
-    if (is_lent) count_used(got, 0, key);
-    got += 1;
+void Sink::drop(uint64_t output, uint64_t key) {
+    if (is_lent) count_used(output, 0, key);
 }
 
 // Forget a reference whose output the worker's host may now free. Outputs are freed in order.

@@ -414,7 +414,7 @@ class Sink {
     void begin_lending();
     // Count an output that was put, or that no reader needs any more.
     void count_used(uint64_t output, uint64_t reference, uint64_t key);
-    void drop(uint64_t key);  // count an item that arrived and is dropped
+    void drop(uint64_t output, uint64_t key);  // call for each item that is dropped
     void forget_reference(uint64_t reference);
     bool has_readers() const {
         return ring->seen_state() != BROKEN &&

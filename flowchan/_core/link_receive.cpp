@@ -235,8 +235,8 @@ bool Link::is_settled(LinkStream& stream, const Sink& sink, uint64_t key) {
 
 bool Link::handle_item(LinkStream& stream, Sink& sink, const Received& item) {
     if (sink.drops_items()) {
-        sink.drop(item.key);
-        note_progress();
+        sink.drop(sink.got, item.key);
+        count_arrival(sink, false);
         return true;
     }
     if (!is_valid_key(stream, sink, item.key)) return false;
@@ -266,7 +266,9 @@ bool Link::receive_item(LinkStream& stream, Sink& sink, const Received& item) {
     release_ring();
     has_news_ = true;
     if (step == Step::TooLarge) refuse(stream, sink, item.size);
-    if (!sink.check_ended() && !sink.drops_items() && !sink.stage(item, {item.at, item.at + item.size}))
+    if (sink.check_ended() || sink.drops_items())
+        sink.drop(sink.got, item.key);
+    else if (!sink.stage(item, {item.at, item.at + item.size}))
         return false;
     count_arrival(sink, owner_side_);
     return true;

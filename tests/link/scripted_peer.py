@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Any, ClassVar
 
 KEYLESS = 2**64 - 1
-BYTES = 2  # the kind of an item that is a ``bytes`` object
+BYTES, REFERENCE = 2, 7  # kinds of items (flowchan/_core/frame.hpp)
 
 
 class FrameType(IntEnum):

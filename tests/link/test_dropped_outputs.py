@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
-from scripted_peer import BREAK, BYTES, KEYLESS, NO_MORE, Frame, FrameType, ScriptedPeer
+from scripted_peer import BREAK, BYTES, KEYLESS, NO_MORE, REFERENCE, STARVED, Frame, FrameType, ScriptedPeer
 
 from flowchan import Channel, _core
 
@@ -26,3 +27,30 @@ def test_output_dropped_after_the_end_does_not_count_as_used() -> None:
         report = peer.receive_type(FrameType.OUTPUT)
     assert (report.flags, report.a, report.b) == (NO_MORE | BREAK, 5, 2)
     link.close()
+
+
+def test_writer_learns_of_the_end_while_a_reader_stays() -> None:
+    """Outputs that waited for room must not delay the report, because no reader will ever finish them."""
+    link = _core.Link(True)
+    source, results = Channel[Any](8, across="processes"), Channel[Any](1, across="processes")
+    reader, writer, stays = source.reader(), results.writer(), results.reader()
+    writer._follow(reader, False, True)
+    link.open_stream(1, [reader], [writer])
+    source.put("item")
+    small = Frame(FrameType.OUT, flags=BYTES, payload=b"small")
+    kept = Frame(FrameType.OUT, flags=REFERENCE, payload=struct.pack("<QII", 100_000, BYTES, 0))
+    with ScriptedPeer(link) as peer:
+        peer.send(Frame(FrameType.INPUT, flags=STARVED))
+        peer.receive_type(FrameType.ITEM)
+        peer.send(small, small, kept)
+        list(peer.receive_all())
+        assert link.state()["streams"][1]["staged"] == 2
+        results.close()
+        peer.send(small, kept)
+        list(peer.receive_all())
+    with ScriptedPeer(link) as peer:
+        report = peer.receive_type(FrameType.OUTPUT)
+    assert (report.flags, report.a, report.b) == (NO_MORE, 5, 5)
+    assert stays.get() == b"small"
+    link.close()
+    assert _core._references() == 0
