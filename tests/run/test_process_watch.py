@@ -14,7 +14,7 @@ import pytest
 from support.waiting import wait_until
 from support.worker_latch import Gate
 
-from flowchan import Graph
+from flowchan import Broken, Graph
 from flowchan.run.crew.death_log import DeathLog
 from flowchan.run.crew.process import WorkerProcess
 from flowchan.run.crew.watch import Watch
@@ -129,3 +129,18 @@ def test_internal_error_in_a_helper_thread_ends_the_run(
     graph.source([1]).map(os._exit, on="process").sink(abs)
     with pytest.raises(RuntimeError, match="failed to supervise"):
         graph.run()
+
+
+def test_broken_channel_for_reports_ends_the_run_with_its_cause() -> None:
+    """The run receives no more reports, so it would otherwise wait forever for the ends of its workers."""
+    gate, graph = Gate(), Graph("unreported")
+    graph.source([1]).map(gate.wait, on="process").sink(abs)
+    run = graph.start()
+    gate.wait_held()
+    run._crew.local._mail.channel.abort(ValueError("damaged"))
+    gate.open()
+    with pytest.raises(RuntimeError, match="failed to supervise") as caught:
+        run.wait()
+    cause = caught.value.__cause__
+    assert isinstance(cause, Broken)
+    assert "damaged" in repr(cause.__cause__)

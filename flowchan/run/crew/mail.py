@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 
 from flowchan.channel.channel import Channel
-from flowchan.errors import Broken, Closed
+from flowchan.errors import Closed
 from flowchan.run.crew.part import Report
 from flowchan.run.policy.events import Crashed, Event
 from flowchan.run.worker.logs import Logged, log_locally
@@ -46,11 +46,12 @@ class Mail:
 def run_helper(work: Callable[[], None], report: Callable[[], Report]) -> None:
     """Run ``work`` on a helper thread of the run.
 
-    If ``work`` raises, let the run fail, because the run would otherwise wait forever. ``report`` returns the
+    If ``work`` raises, let the run fail, because the run would otherwise wait forever. This includes
+    ``Broken``, because the workers' reports no longer arrive through a broken channel. ``report`` returns the
     function that currently receives the run's events.
     """
     try:
-        with contextlib.suppress(Closed, Broken):  # raised after the end of the run
+        with contextlib.suppress(Closed):  # raised after the end of the run
             work()
     except BaseException as error:
         with contextlib.suppress(Closed):
