@@ -110,7 +110,7 @@ void Link::forget_references(LinkStream& stream) {
     }
     if (any) references().wake_links();
     for (const Sink& sink : stream.sinks)
-        if (sink.is_lent && !sink.has_readers()) references().forget(sink.ring.get());
+        if (sink.is_lent) references().release_unread(*sink.ring);
 }
 
 void Link::attach(int fd) {

@@ -90,14 +90,6 @@ bool References::is_any_lost(const Ring* ring, uint64_t number) {
     return false;
 }
 
-std::unordered_map<uint64_t, References::Record>::iterator References::erase(
-    std::unordered_map<uint64_t, Record>::iterator found) {
-    const Record& one = found->second;
-    if (!one.link && !one.here) lost_ -= 1;
-    if (one.placed) places_.erase(one.place);
-    return records_.erase(found);
-}
-
 void References::release(uint64_t id) {
     std::lock_guard lock(mutex_);
     const auto found = records_.find(id);
@@ -146,13 +138,9 @@ void References::release_found(std::unordered_map<uint64_t, Record>::iterator fo
         one.link->has_messages = true;
         one.link->ring_doorbell();
     }
-    erase(found);
-}
-
-void References::forget(const Ring* ring) {
-    std::lock_guard lock(mutex_);
-    for (auto next = records_.begin(); next != records_.end();)
-        next = next->second.inside == ring ? erase(next) : ++next;
+    if (!one.link && !one.here) lost_ -= 1;
+    if (one.placed) places_.erase(one.place);
+    records_.erase(found);
 }
 
 void References::clear_in_child() {

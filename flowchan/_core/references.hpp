@@ -100,7 +100,6 @@ class References {
     void wake_links();  // call after giving back replays
     // Release a reference, because its reader has finished the item, or because no reader will ever take it.
     void release(uint64_t id);
-    void forget(const Ring* ring);  // call when the channel has ended with references inside
     // Release the references that a reader has taken and finished. Call this before its session ends, while
     // holding the ring's lock. The reader's link may not have heard that the items are finished.
     void release_leased(Ring& ring, uint32_t session);
@@ -150,8 +149,6 @@ class References {
     void release_found(std::unordered_map<uint64_t, Record>::iterator found);
     void lose_if(Link* link, const uint32_t* stream);
     void changed();  // a reference has a new location, so this wakes all links
-    std::unordered_map<uint64_t, Record>::iterator erase(
-        std::unordered_map<uint64_t, Record>::iterator found);
 
     std::mutex mutex_;
     uint64_t last_ = 0;

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import Any
 
 from scripted_peer import BREAK, BYTES, KEYLESS, NO_MORE, REFERENCE, STARVED, Frame, FrameType, ScriptedPeer
+from support.waiting import wait_until
 
 from flowchan import Channel, _core
 
@@ -54,3 +56,32 @@ def test_writer_learns_of_the_end_while_a_reader_stays() -> None:
     assert stays.get() == b"small"
     link.close()
     assert _core._references() == 0
+
+
+def test_ending_stream_releases_unread_outputs_of_other_streams() -> None:
+    """Otherwise, the other worker's host would keep these outputs, and the owner would keep their items."""
+    links = _core.Link(True), _core.Link(True)
+    results = Channel[Any](8, across="processes")
+    sources = [Channel[Any](8, across="processes") for _ in links]
+    ports = [(source.reader(), results.writer()) for source in sources]
+    kept = struct.pack("<QII", 100_000, BYTES, 0)
+    with contextlib.ExitStack() as stack:
+        stays = results.reader()
+        for link, source, (reader, writer) in zip(links, sources, ports, strict=True):
+            writer._follow(reader, False, True)
+            link.open_stream(1, [reader], [writer])
+            source.put("item")
+            peer = stack.enter_context(ScriptedPeer(link))
+            peer.send(Frame(FrameType.INPUT, flags=STARVED))
+            peer.receive_type(FrameType.ITEM)
+            peer.send(Frame(FrameType.OUT, flags=REFERENCE, payload=kept))
+            peer.send(Frame(FrameType.INPUT, a=1, b=1, flags=STARVED))
+            list(peer.receive_all())
+        assert [source.stats().leased for source in sources] == [1, 1]
+        results.abort(None)
+        links[0].drop(1)
+        wait_until(lambda: not sources[1].stats().leased)
+    for link in links:
+        link.close()
+    assert _core._references() == 0
+    del stays
