@@ -7,29 +7,24 @@ import zlib
 from typing import Any
 
 
-def is_portable(key: Any) -> bool:
-    """Return whether :func:`bucket_of` returns the same integer for a key in every process.
-
-    A number has the same hash in every process. The hashes of other types, such as ``datetime``, may include
-    the hash of a string, which each process salts differently.
-    """
-    if isinstance(key, tuple | frozenset):
-        return all(map(is_portable, key))
-    if key is None or isinstance(key, str | bytes | int | float) or _is_plain_enum(key):
-        return True
-    from numbers import Number  # imported late, because few programs need it
-
-    return isinstance(key, Number)
+class NotPortableError(TypeError):
+    """Another process may have another integer for this key."""
 
 
-def _is_plain_enum(key: Any) -> bool:
-    return isinstance(key, enum.Enum) and type(key).__hash__ is enum.Enum.__hash__
+def bucket_of(key: Any, portable: bool = False) -> int:
+    """Map a key to an integer.
 
+    Args:
+        key: A hashable value.
+        portable: Whether the integer must also be the same in every process.
 
-def bucket_of(key: Any) -> int:
-    """Return an integer that is the same for equal keys.
+    Returns:
+        An integer that is the same for equal keys.
 
-    If :func:`is_portable` is true, the integer is also the same in every process.
+    Raises:
+        NotPortableError: ``portable`` is given, and the hash of the key may differ from process to process.
+            A number has the same hash in every process. The hashes of other types, such as ``datetime``, may
+            include the hash of a string, which each process salts differently.
     """
     if isinstance(key, str):
         return zlib.crc32(key.encode("utf-8", "surrogatepass"))
@@ -38,12 +33,17 @@ def bucket_of(key: Any) -> int:
     if isinstance(key, tuple):
         number = 0
         for part in key:
-            number = number * 1_000_003 ^ bucket_of(part)
+            number = number * 1_000_003 ^ bucket_of(part, portable)
         return number
     if isinstance(key, frozenset):
-        return sum(map(bucket_of, key))
+        return sum(bucket_of(part, portable) for part in key)
     if key is None:
         return 0
-    if _is_plain_enum(key):
+    if isinstance(key, enum.Enum) and type(key).__hash__ is enum.Enum.__hash__:
         return bucket_of(key.name)
+    if portable and not isinstance(key, int | float):
+        from numbers import Number  # imported late, because few programs need it
+
+        if not isinstance(key, Number):
+            raise NotPortableError
     return hash(key)

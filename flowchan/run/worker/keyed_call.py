@@ -11,7 +11,7 @@ from flowchan.channel.ports import Out
 from flowchan.declare.callables import is_async
 from flowchan.declare.keyed import Key
 from flowchan.declare.values import Stage
-from flowchan.items.buckets import bucket_of, is_portable
+from flowchan.items.buckets import NotPortableError, bucket_of
 from flowchan.items.sampled_item import SampledItem
 from flowchan.items.text import shown
 from flowchan.run.worker.state_log import KeyedStates
@@ -60,7 +60,9 @@ def route_outputs(out: Out[Any], stage: Stage, bare: Callable[[Any], Any]) -> No
     def worker_for(item: Any) -> int | None:
         try:
             found = key(bare(item.item if type(item) is SampledItem else item))
-            return bucket_of(found) % workers if is_portable(found) else None
+            return bucket_of(found, portable=True) % workers
+        except NotPortableError:
+            return None
         except Exception:  # that worker calls the key function again and reports the error
             return 0
 
