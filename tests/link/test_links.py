@@ -465,36 +465,6 @@ def test_byte_window_grows_only_while_the_receiver_is_fast(one_output: bool) -> 
         assert outputs == (source.stats().items_out if one_output else 0)
 
 
-def test_link_announces_reports_and_events_under_its_number():
-    events, reports = _core.ReadyLinks(), _core.ReadyLinks()
-    commands, answers, there, back = (channel() for _ in range(4))
-    with Linked() as linked:
-        ends = commands.reader(), answers.writer(), there.writer(), back.reader()
-        linked.owner_side.open_stream(0, [ends[0]], [ends[1]])
-        linked.owner_side.announce(7, events, reports)
-        linked.worker_side.open_stream(0, [ends[2]], [ends[3]])
-        back.put("report")
-        assert reports.wait(WAIT_LIMIT_S) == [7]
-        assert answers.get_nowait() == "report"
-        assert events.wait(0) == []
-        linked.worker_side.close()
-        assert events.wait(WAIT_LIMIT_S) == [7]
-        assert isinstance(next_event(linked.owner_side, 0), LinkBroken)
-
-
-def test_ready_links_returns_each_link_once_and_ends_waits():
-    ready = _core.ReadyLinks()
-    for number in (3, 1, 3):
-        ready.add(number)
-    assert ready.wait() == [1, 3]
-    assert ready.wait(0) == []
-    waiting = threading.Thread(target=ready.wait)
-    waiting.start()
-    ready.close()
-    waiting.join()
-    assert ready.wait() == []
-
-
 def test_excused_time_does_not_count_as_silence():
     link = _core.Link(True)
     silent = link.state()["heard_ago"]
