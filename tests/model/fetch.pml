@@ -9,17 +9,17 @@
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
-   make: take an item                    link_ports.cpp: Source::take_one, look_for_replay
+   make: take an item                    link_sources.cpp: Source::take_one, look_for_replay
    arrive()                              link_references.cpp: Link::put, Link::add_kept, Link::replace_lost
    repair()                              references.cpp: References::repair
-   settle()                              link_staged.cpp: Link::settle; link_ports.cpp: Source::settle,
+   settle()                              link_staged.cpp: Link::settle; link_sources.cpp: Source::settle,
                                          Source::free_settled; link_references.cpp: Link::report_if_not_remade
    read: take a reference                link_references.cpp: Link::add_reference; references.cpp: References::look
    fetch                                 link_references.cpp: Link::fetch, Link::serve_fetches, Link::to_put
    unreachable, pull()                   link_references.cpp: Link::handle_unreachable, Link::add_pulled;
                                          references.cpp: References::pull, References::pulled
    moved                                 link_references.cpp: Link::report_moves, Link::handle_moved
-   release()                             references.cpp: References::release; link_ports.cpp: Source::release
+   release()                             references.cpp: References::release; link_sources.cpp: Source::release
    fence()                               link.cpp: Link::forget_references; references.cpp: References::lose_if;
                                          ring_leases.cpp: Ring::give_back_replays
 

@@ -31,19 +31,19 @@
 
    step of the model                     source
    -----------------------------------   ------------------------------------------------------------------
-   take()                                link_ports.cpp: Source::take, Source::wants
-   settle()                              link_staged.cpp: Link::settle; link_ports.cpp: Source::free_oldest
+   take()                                link_sources.cpp: Source::take, Source::wants
+   settle()                              link_staged.cpp: Link::settle; link_sources.cpp: Source::free_oldest
    put_next()                            link_staged.cpp: Link::move_staged; link_receive.cpp: Link::is_settled;
-                                         link_ports.cpp: Sink::begin, Sink::put; ring_turns.cpp: Ring::begin_item
+                                         link_sinks.cpp: Sink::begin, Sink::put; ring_turns.cpp: Ring::begin_item
    hear_at_home()                        link_receive.cpp: Link::handle_input, Link::handle_item, Link::handle_end,
-                                         Link::is_valid_key; link_ports.cpp: Source::resume_after
+                                         Link::is_valid_key; link_sources.cpp: Source::resume_after
    at_home: OUTPUT, ITEM, END            link_send.cpp: Link::serve_as_owner, Link::add_end
    at_home: another connection           link.cpp: Link::take_over
    give_up()                             link.cpp: Link::drop_stream; recovery.py: take_up;
                                          ring_sessions.cpp: Ring::retire_writer
    hear_at_host()                        link_receive.cpp: Link::handle_item, Link::handle_output, Link::handle_end
    say_input(), say_output()             link_send.cpp: Link::add_progress, Link::add_outputs;
-                                         link_ports.cpp: Source::first_key
+                                         link_sources.cpp: Source::first_key
    dial_again()                          link.cpp: Link::take_over; link_ports.hpp: Source::connect
 
    Left out: ordered outputs, gathered items, large items, and the limit on data in flight. (An output may wait at the
