@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowchan.pure.call_results import deadline_of, forks, raise_step
+from flowchan.pure.local_gets import return_taken, try_get
 from flowchan.pure.local_puts import try_put, writing
 from flowchan.pure.local_queue import QueueStep
-from flowchan.pure.pure_channel import LocalChannel, ReadingPort, WritingPort, return_taken, try_get
+from flowchan.pure.pure_channel import LocalChannel, ReadingPort, WritingPort
 from flowchan.pure.wait_line import NEVER, Bell, QueuedItem, Waiter
 
 MOST = 128
