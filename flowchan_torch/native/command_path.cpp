@@ -225,8 +225,8 @@ struct Known {
 
 // The tensors and scalars of a call, in the order of the command.
 struct Call {
-    std::vector<PyObject*> inputs;  // kept alive by the arguments
-    std::vector<Object> scalars;
+    c10::SmallVector<PyObject*, 4> inputs;  // kept alive by the arguments
+    c10::SmallVector<Object, 4> scalars;
     bool known = true;  // false: leave the call to Python
 };
 
@@ -327,11 +327,6 @@ Object element(const IValue& value, const Argument& argument, Call& call) {
     if (value.isDouble())
         return argument.scalar ? scalar(number_of(value.toDouble()), call) : exact(value.toDouble());
     if (value.isString()) return checked(PyUnicode_FromString(value.toStringRef().c_str()));
-    if (value.isIntList())
-        return tuple_of(value.toIntVector(), [&](int64_t one) { return given(of_int(one)); });
-    if (value.isTensorList())
-        return tuple_of(value.toTensorVector(),
-                        [&](const at::Tensor& one) { return element_of_tensor(one, argument.scalar, call); });
     if (value.isList())
         return tuple_of(value.toListRef(), [&](const IValue& one) { return element(one, argument, call); });
     return not_known(call);
@@ -389,8 +384,7 @@ struct Kernel final : c10::OperatorKernel {
     }
 
     Object key(at::ArrayRef<IValue> values, Call& call) const {
-        std::vector<Object> parts;
-        parts.reserve(1 + values.size());
+        c10::SmallVector<Object, 8> parts;
         auto standard = c10::typeMetaToScalarType(c10::get_default_dtype());
         parts.emplace_back(Py_NewRef(reinterpret_cast<PyObject*>(torch::getTHPDtype(standard))));
         auto is_standard = [&](size_t place) {
@@ -401,7 +395,7 @@ struct Kernel final : c10::OperatorKernel {
         while (given && is_standard(given - 1)) --given;
         for (size_t place = 0; place < given && call.known; ++place)
             parts.push_back(element(values[place], arguments[place], call));
-        std::vector<Object> named;
+        c10::SmallVector<Object, 4> named;
         for (size_t place = positional; place < values.size() && call.known; ++place)
             if (!is_standard(place)) named.emplace_back(Py_NewRef(arguments[place].name));
         if (!named.empty()) {
@@ -432,7 +426,7 @@ struct Kernel final : c10::OperatorKernel {
         // Outside inference mode, detach() of an inference tensor returns a tensor with a version counter.
         // Only the Python code adds that counter.
         if (known->detaches && !c10::InferenceMode::is_enabled() &&
-            THPVariable_Unpack(call.inputs.at(0)).is_inference())
+            THPVariable_Unpack(call.inputs[0]).is_inference())
             return false;
         const Client& client = known->client;
         Object number = checked(PyIter_Next(client.numbers.it));
@@ -443,12 +437,12 @@ struct Kernel final : c10::OperatorKernel {
             // In any mode, a view is an inference tensor if and only if its base is one.
             std::optional<c10::InferenceMode> mode;
             if (known->viewed) {
-                bool inference = THPVariable_Unpack(call.inputs.at(*known->viewed)).is_inference();
+                bool inference = THPVariable_Unpack(call.inputs[*known->viewed]).is_inference();
                 if (inference != c10::InferenceMode::is_enabled()) mode.emplace(inference);
             }
             result = THPVariable_Unpack(new_tensor(*known->output, client, number.it).it);
         } else if (known->changed_input)
-            result = THPVariable_Unpack(call.inputs.at(*known->changed_input));
+            result = THPVariable_Unpack(call.inputs[*known->changed_input]);
         send(client);
         torch::jit::drop(stack, arguments.size());
         if (results) torch::jit::push(stack, std::move(result));
