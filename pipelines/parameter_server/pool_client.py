@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flowchan import Broken, Channel, ChannelError, Closed
+from flowchan import Broken, Channel, ChannelError, Closed, Empty
 from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session
 from flowchan.pipelines.parameter_server.server_connection import (
     ClientConnection,
@@ -34,7 +34,7 @@ class ShardPlace(NamedTuple):
         host: Name of the shard's host.
         names: Names of the shard's tensors.
         gateway: Gateway of the shard's keeper.
-        ended: Channel of the program that closes when the server shuts down.
+        ended: Channel of the program that closes when the server shuts down, and breaks when a shard is lost.
     """
 
     server: str
@@ -61,26 +61,40 @@ class ShardPlace(NamedTuple):
             "ParameterServer.load(path)"
         )
 
-    def _unreachable(self, call: str) -> ChannelError:
-        """Return the error for a lost connection to the keeper."""
+    def _end(self) -> ChannelError | None:
+        """Return the error of the channel ``ended``, or None while the server runs."""
         try:
-            ended = self.ended.closed
-        except ChannelError:
-            return Broken(f"{call}: the parameter server's program has exited")
-        if not ended:
+            with contextlib.suppress(Empty):
+                self.ended.get_nowait()
+        except ChannelError as error:
+            return error
+        return None
+
+    def _unreachable(self, call: str, end: ChannelError | None) -> ChannelError:
+        """Return the error for a lost connection to the keeper."""
+        if end is None:
             return self.lost(call)
+        if isinstance(end, Broken):
+            return Broken(f"{call}: the parameter server's program has exited")
         doubt = "; it may have applied this push" if call == "push" else ""
         return Closed(f"{call}: the parameter server has shut down before it answered{doubt}")
 
     @contextlib.contextmanager
     def named_in_errors(self, name: str, call: Call | None = None) -> Iterator[None]:
-        """Name the shard and its host in the error if the connection to the keeper is lost."""
+        """Name the lost shard and its host in the error if the connection to the keeper is lost.
+
+        After the loss of another shard, the program may end this keeper before its clients see the loss. The
+        error then names the lost shard.
+        """
         try:
             yield
-        except Broken as error:
-            if call is not None and error is call.error:  # the keeper's answer already names a lost shard
+        except (Broken, Closed) as error:
+            end = self._end()
+            if end is not None and isinstance(end.__cause__, Broken):
+                raise Broken(*end.__cause__.args) from error
+            if isinstance(error, Closed) or (call is not None and error is call.error):
                 raise
-            raise self._unreachable(name) from error
+            raise self._unreachable(name, end) from error
 
 
 class PoolPushHandle(PushHandle):

@@ -323,6 +323,7 @@ class Session:
         Raises:
             Empty: ``timeout`` expired while too many calls were unanswered.
             Broken: The server's program has died.
+            Closed: The server was closed.
         """
         late = late_after(timeout)
         with _locked(self._lock, timeout):
@@ -332,7 +333,13 @@ class Session:
                 pass
             handle = Call(self, next(self._numbers))
             self._waiting[handle.number] = handle
-            self._calls.put((handle.number, call), left_until(late))
+            try:
+                self._calls.put((handle.number, call), left_until(late))
+            except Closed:
+                # A channel without a reader is closed, even if the reader died. Only the answers end with the
+                # reason.
+                while True:
+                    self._read(late)
             self._sent += 1
             return handle
 

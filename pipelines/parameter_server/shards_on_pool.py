@@ -76,7 +76,8 @@ class ShardsOnPool:
         self._threads = [
             threading.Thread(target=_order, args=(self._notices, self._orders), daemon=True),
             threading.Thread(
-                target=_watch, args=(self._kids, self.places, self._notices, self._orders, self._lost),
+                target=_watch,
+                args=(self._kids, self.places, [self._ended, self._notices, *self._orders], self._lost),
                 daemon=True,
             ),
         ]  # fmt: skip
@@ -229,11 +230,7 @@ def _order(notices: Channel[Notice], orders: Sequence[Channel[KeeperOrder]]) -> 
 
 
 def _watch(
-    kids: Children,
-    places: Sequence[ShardPlace],
-    notices: Channel[Notice],
-    orders: Sequence[Channel[KeeperOrder]],
-    lost: list[str],
+    kids: Children, places: Sequence[ShardPlace], channels: Sequence[Channel[Any]], lost: list[str]
 ) -> None:
     """Wait until the keepers end. If a keeper dies, break the channels, so that all pending calls fail."""
     try:
@@ -241,9 +238,9 @@ def _watch(
     except (ChildDied, StageError) as error:
         child = error.number if isinstance(error, ChildDied) else int(error.worker.rpartition(" ")[2])
         _, _, how = str(error).removeprefix(f"wait: child {child} ").rpartition("') ")
-        lost.append(str(places[child - 1].lost("ParameterServer", how)))
-        channels: list[Channel[Any]] = [notices, *orders]
+        reason = str(places[child - 1].lost("ParameterServer", how))
         for channel in channels:
-            channel.abort(Broken(lost[0]))
+            channel.abort(Broken(reason))
+        lost.append(reason)  # only now, because the other keepers may then end
     except Exception:  # the program has closed the keepers
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from support.local_agents import agents_of
 from support.waiting import WAIT_LIMIT_S, wait_until
 
-from flowchan import Broken, pipelines
+from flowchan import Broken, ChannelError, pipelines
 from flowchan.hosts import local
 from flowchan.pipelines import ParameterServer
 
@@ -80,6 +81,47 @@ def test_clients_on_hosts_raise_the_name_of_the_lost_shard(tmp_path: Path) -> No
     with pytest.raises(Broken, match=LOST):
         server.close()
     assert ["shard 1 of parameter server" in text and "'local-2'" in text for text in texts] == [True, True]
+
+
+def push_after_kill(client: Any, folder: Path, worker: int) -> str:
+    client.push(ones()).wait(WAIT_LIMIT_S)
+    (folder / str(worker)).touch()
+    wait_until((folder / "killed").exists)
+    connection = client._connected()
+    if 1 in connection._here:  # the channel loses its only reader
+        wait_until(lambda: connection._sessions[1]._calls.channel.closed)
+    try:
+        client.push(ones()).wait(WAIT_LIMIT_S)
+    except ChannelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "the push was applied"
+
+
+def test_push_to_a_dead_keeper_names_the_shard(tmp_path: Path) -> None:
+    """The client finds a channel in shared memory without a reader, which is closed and not broken."""
+    server = ParameterServer(tensors(), shards=2, on=local(2))
+    workers = pipelines.map(2, push_after_kill, server.client(), tmp_path, on=local(2))
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
+    keeper = psutil.Process(keeper_of(server, 1))
+    keeper.kill()
+    keeper.wait(WAIT_LIMIT_S)
+    (tmp_path / "killed").touch()
+    texts = workers.join(WAIT_LIMIT_S)
+    with pytest.raises(Broken, match=LOST):
+        server.close()
+    assert [re.match(f"Broken: .*{LOST}", text) is not None for text in texts] == [True, True], texts
+
+
+def test_calls_name_the_lost_shard_after_the_other_keepers_end() -> None:
+    server = ParameterServer(tensors(), shards=2, on=local(2))
+    client = server.client()
+    client.push(ones()).wait(WAIT_LIMIT_S)
+    os.kill(keeper_of(server, 1), signal.SIGKILL)
+    with pytest.raises(Broken, match=LOST):
+        server.close()
+    for call in (lambda: client.push(ones()).wait(WAIT_LIMIT_S), lambda: client.pull(timeout=WAIT_LIMIT_S)):
+        with pytest.raises(Broken, match=LOST):
+            call()
 
 
 def test_push_is_applied_once_if_its_shard_worker_dies(tmp_path: Path) -> None:
