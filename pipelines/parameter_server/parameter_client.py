@@ -20,7 +20,7 @@ from flowchan.pipelines.parameter_server.server_connection import (
     copy_of,
 )
 from flowchan.pipelines.parameter_server.shard import Push
-from flowchan.pipelines.parameter_server.tensor_kinds import dtype_name, is_inexact
+from flowchan.pipelines.parameter_server.tensor_kinds import as_array, dtype_name, is_inexact
 from flowchan.pipelines.parameter_server.tensor_layout import (
     ONLY,
     Entry,
@@ -205,6 +205,10 @@ class ParameterClient(RowClient):
                     "the elements that topk leaves out to zero"
                 )
             given = self._encoder.encode(given, codes)
+        elif rule in ("add", "copy"):
+            # These rules do not write to the values. The server reads an array in the channel's memory, but
+            # maps a tensor into private pages, because torch has no read-only tensors.
+            given = {name: as_array(value) for name, value in given.items()}
         return given, pushed_size(given, None)
 
     def _send_rows(

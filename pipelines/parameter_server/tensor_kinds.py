@@ -33,6 +33,14 @@ def as_kind(value: Any, like: Any) -> Any:
     return value.numpy() if is_tensor(value) else value
 
 
+def as_array(value: Any) -> Any:
+    """Return a tensor as an array without copying, or the value itself if it has no such array."""
+    try:
+        return value.numpy() if is_tensor(value) else value
+    except (TypeError, RuntimeError):  # NumPy lacks the element type, or the tensor is conjugated
+        return value
+
+
 def copy(value: Any, out: Any) -> None:
     """Copy an array into an array, or a tensor into a tensor."""
     if out is value:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import psutil
 import pytest
 from support.optional_packages import optional
 from support.waiting import WAIT_LIMIT_S
@@ -24,6 +27,33 @@ def test_pull_fills_a_module_with_one_version(on: str, shards: int) -> None:
         assert client.pull(out=model) is model
         for name, value in model.state_dict().items():
             assert torch.equal(value, expected[name] - (0.5 if name in steps else 0))
+
+
+@pytest.mark.usefixtures("one_compute_thread")
+@pytest.mark.parametrize("rule", ["add", "copy"])
+def test_push_of_tensors_takes_no_private_pages_in_the_server(rule: str) -> None:
+    pushes, size = 4, 16 << 20
+    ones = np.ones(size // 4, np.float32)
+    with ParameterServer({"w": torch.zeros(size // 4)}, on="process") as server:
+        client = server.client()
+
+        def page_faults(count: int) -> int:
+            before = faults_of_children()
+            for _ in range(count):
+                client.push({"w": torch.from_numpy(ones)}, rule=rule).wait(WAIT_LIMIT_S)
+            return faults_of_children() - before
+
+        page_faults(pushes)  # the first pushes map the channel's memory
+        # The kernel maps at most 16 pages of 4 KB per fault.
+        assert page_faults(pushes) < pushes * size / (16 * 4096) / 4
+
+
+def faults_of_children() -> int:
+    """Return how many page faults without I/O all children of this process have had."""
+    stats = [
+        Path(f"/proc/{child.pid}/stat").read_text() for child in psutil.Process().children(recursive=True)
+    ]
+    return sum(int(line.rpartition(")")[2].split()[7]) for line in stats)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", "int64", "bool"])
