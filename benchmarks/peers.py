@@ -33,7 +33,7 @@ class Ends:
     owner: Any
 
 
-def threads_channel(capacity: int = 1024) -> Ends:
+def threads_channel(capacity: int | None = None) -> Ends:
     channel: Channel[Any] = Channel(capacity)
     return Ends(channel.put, channel.get, channel)
 
@@ -43,7 +43,7 @@ def simple_queue(capacity: int = 0) -> Ends:
     return Ends(peer.put, peer.get, peer)
 
 
-def bounded_queue(capacity: int = 1024) -> Ends:
+def bounded_queue(capacity: int = 4096) -> Ends:
     peer: queue.Queue[Any] = queue.Queue(capacity)
     return Ends(peer.put, peer.get, peer)
 
