@@ -123,11 +123,11 @@ class Killer(threading.Thread):
 
 
 def workers_named(name: str) -> list[psutil.Process]:
-    """Return the descendants of this process whose name or command line contains ``name``."""
+    """Return the descendants of this process whose process name, such as ``push 1``, begins with ``name``."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if name in child.name() or name in " ".join(child.cmdline()):
+            if child.name().startswith(name):
                 found.append(child)
     return found
 
