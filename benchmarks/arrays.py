@@ -24,9 +24,9 @@ ISOLATES = (
     "One queue between two processes. A forked child puts; this process gets and reads one byte of every "
     "page. Both meet at a barrier before the clock starts, and the clock stops at the last read. The queue "
     "has room for 8 items. 'Array' puts the same array every time. 'Fresh tensors' creates and fills a "
-    "tensor for each put. The memory copy copies one array in turn to 8 others, whose pages are already "
-    "allocated. In 'loans', one process gets a loan, writes one byte and puts the loan; the other gets it "
-    "and reads one byte."
+    "tensor for each put. The memory-copy baseline copies one array in turn to 8 preallocated arrays. "
+    "In 'loans', one process gets a loan, writes one byte and puts the loan; the other gets it and reads "
+    "one byte."
 )
 
 SLOTS = 8

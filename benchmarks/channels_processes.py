@@ -15,8 +15,8 @@ ISOLATES = (
     "One channel between two processes. A forked child puts, and this process gets. Both meet at a barrier "
     "before the clock starts, and the clock stops at the last get. Encoding and decoding are included. The "
     "channel has room for 1,024 items, or for 64 items of 64 KB. The OS pipe is multiprocessing.Pipe with "
-    "the kernel's limit. The memory copy copies 64 KB at a time between two blocks of 64 items, whose pages "
-    "are already allocated."
+    "the kernel's limit. The memory-copy baseline copies 64 KB at a time between two preallocated "
+    "blocks, each with room for 64 items."
 )
 
 BIG = 64 * 1024

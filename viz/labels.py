@@ -54,7 +54,7 @@ ARROW = 55.0
 class Picture:
     """Content of a graph's picture: its stages, arrows, texts and positions.
 
-    Stages are numbered in the order of declaration, because names may not be unique in an invalid graph.
+    Stages are numbered in declaration order, because names may not be unique in an invalid graph.
 
     Attributes:
         name: Name of the graph.

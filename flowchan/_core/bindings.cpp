@@ -176,8 +176,8 @@ bool is_retired(In& in) {
              [&](Ring& ring) { return in.open && (ring.session(in.state.session).orders & RETIRE) != 0; }});
 }
 
-// Make a live worker repeat its leased items. The worker takes each item again, and skips outputs that were
-// already put.
+// Make a live worker process its leased items again. The worker takes each item again, and skips outputs
+// that have already been put.
 void begin_again(In& in) {
     locked_ring(*in.ch, [&](Ring& ring, Wakes&) { ring.begin_again(in.state); });
     for (Out* out : in.feeds) out->state.keyed = false;
@@ -236,7 +236,7 @@ void construct_port(Port* self, nb::handle channel, int session) {
 }  // namespace
 
 NB_MODULE(_core, m) {
-    nb::set_leak_warnings(false);  // threads that still wait when the interpreter exits are not a leak
+    nb::set_leak_warnings(false);  // threads still waiting when the interpreter exits are not a leak
     m.doc() = "The native core of flowchan: channels and their ports.";
 
     nb::class_<View>(m, "View", nb::type_slots(view_slots),

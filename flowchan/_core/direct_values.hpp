@@ -36,8 +36,8 @@ enum DirectTag : unsigned char {
     DICT,
 };
 
-// Writes a value to the memory from `p` to `end`. The methods return false for a value that does not fit, or
-// whose type has no direct encoding.
+// Writes a value to the memory range [`p`, `end`). The methods return false for a value that does not fit,
+// or whose type has no direct encoding.
 struct DirectWriter {
     char* p;
     char* end;

@@ -306,7 +306,7 @@ struct LeasedRun {
         if (n) in.copying = true;
         locked.unlock(wakes);
     }
-    // Give back the items from number `from` on.
+    // Give back the items, starting with number `from`.
     void give_back(Ring& ring, In& in, uint64_t from) {
         if (from == n) return;
         Wakes wakes;

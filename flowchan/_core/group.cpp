@@ -331,8 +331,8 @@ bool Member::arrives_after_yields(uint32_t member) {
     return false;
 }
 
-// Check a few members, from `from` on. Return whether one of them has died or left without publishing this
-// round. A member is marked as gone only after it has published all its rounds.
+// Check a few members, starting with `from`. Return whether any of them has died or left without publishing
+// this round. A member is marked as gone only after it has published all its rounds.
 bool Member::any_is_lost(uint32_t from) const {
     for (uint32_t i = 0; i < std::min(size, CHECKED_AT_ONCE); ++i) {
         const uint32_t member = (from + i) % size;

@@ -274,9 +274,9 @@ class Member {
     uint64_t key_of(Call call) const {
         return call.key + uint64_t(chosen_[call.doing % OPERATIONS]) * 0x9e3779b97f4a7c15;
     }
-    // Returns a number that a member has stored in its own memory. The number proves to a reader whose memory
-    // it has read. A process id proves nothing: a later process may reuse it, and each pid namespace has its
-    // own numbers.
+    // Returns a number that a member has stored in its own memory. From this number, a reader can verify
+    // which member's memory it has read. A process id proves nothing: a later process may reuse it, and each
+    // pid namespace has its own numbers.
     uint64_t proof_of(uint32_t member) const {
         return slot_of(member).owner * 0x9e3779b97f4a7c15 ^ identity_ ^ member;
     }

@@ -7,7 +7,7 @@
 
 namespace flowchan {
 
-// The memory of a contiguous array, kept alive by this object. Create and destroy it only with the GIL.
+// The memory of a contiguous array, kept alive by this object. Create and destroy it only with the GIL held.
 class Array {
   public:
     Array() = default;

@@ -54,7 +54,7 @@ class Calling : public Patience {
         take_back();
         return end;
     }
-    // Calls `f` with the GIL during an operation.
+    // Calls `f` during an operation, with the GIL held.
     template <class F>
     bool with_gil(F f) {
         const bool released = take_back();

@@ -312,7 +312,7 @@ class Link {
     const bool owner_side_;
     const int pid_;
     std::mutex mutex_, closing_;
-    // Signals a change of the connection or of `filling`. It is on the heap because a forked child must not
+    // Signals a change to the connection or to `filling`. It is on the heap because a forked child must not
     // destroy it. The destructor would wait for threads that do not exist in the child.
     std::condition_variable& changed_ = *new std::condition_variable;
     std::map<uint32_t, std::unique_ptr<LinkStream>> streams_;
@@ -358,7 +358,7 @@ class Link {
     // On the heap, because these threads do not exist in a forked child. The child must not even detach them:
     // their state is on their stacks, and the child may have reused that memory.
     std::thread &sender_ = *new std::thread, &receiver_ = *new std::thread;
-    // watch the futex words that exceed the limit of one thread (words_at_once)
+    // watch the futex words beyond the per-thread limit (words_at_once)
     ExtraSleepers extra_sleepers_{[this] { ring_doorbell(); }};
 };
 

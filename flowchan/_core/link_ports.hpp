@@ -66,7 +66,7 @@ enum class Ending : uint8_t { Open, Drained, Broke };
 // limit for items in transit to a worker or waiting for room on this side
 constexpr uint64_t MOST_AHEAD = 1 << 16;
 
-// How many items a remote worker may have in advance, besides the item that it waits for. One item in advance
+// How many items a remote worker may hold in advance, besides the one it is waiting for. One item in advance
 // is normally enough. The window grows if the worker would wait longer for an item than it takes to process
 // one. Even then, it covers only the items that the worker finishes in a few round trips. So even a fast or
 // distant worker does not hoard items that other workers could start.
@@ -399,8 +399,8 @@ class Sink {
     void unstage();
     void forget_staged();
     uint64_t got = 0, used = 0, settled = 0;
-    // Owner side: the outputs that have arrived, from number `released` on. Empty until one of them is a
-    // reference. The referenced output stays on the worker's host until the owner releases the reference.
+    // Owner side: the outputs that have arrived, starting with number `released`. Empty until one of them is
+    // a reference. The referenced output stays on the worker's host until the owner releases the reference.
     struct Lent {
         uint64_t reference = WAITING;  // 0: no reference
         uint64_t key = 0;

@@ -208,7 +208,7 @@ void Link::report_want(LinkStream& stream, Source& source, uint16_t port) {
     add_frame({.n = wants, .stream = stream.number, .port = port, .type = FrameType::WANT});
 }
 
-// Send the worker's progress. An item counts as finished only after its outputs were sent.
+// Send the worker's progress. An item counts as finished only once its outputs have been sent.
 void Link::add_progress(LinkStream& stream) {
     uint64_t first = Slot::KEYLESS;
     for (Source& source : stream.sources)

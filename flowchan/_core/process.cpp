@@ -37,7 +37,7 @@ namespace {
 
 std::atomic<uint64_t> own_start_{0};  // 0: not read yet
 
-// A fork holds this mutex, so the child finds consistent data and can unlock it.
+// This mutex is held across a fork, so the child finds consistent data and can unlock the mutex.
 std::mutex open_mutex;
 // Never destroyed, because threads use it while the program exits.
 auto& all_open = *new std::vector<std::weak_ptr<const Pidfd>>;

@@ -372,7 +372,7 @@ struct PutRun {
         }
         return nullptr;
     }
-    // Put the items from number `from` on, and return how many were put.
+    // Put the items, starting with number `from`, and return how many were put.
     uint64_t put(Ring& ring, Channel& ch, Out* out, uint64_t from) {
         Wakes wakes;
         Locked<Ring> locked(ring);

@@ -100,7 +100,8 @@ class LocalQueue {
     void keep_numbers() { keeps_numbers_ = true; }
     bool keeps_numbers() const { return keeps_numbers_; }
     Counts counts() const;
-    // Return new references to the first `most` items from number `first` on. They stay in the queue.
+    // Return new references to up to `most` items, starting with item number `first`. The items stay in the
+    // queue.
     std::vector<Item> peek(uint64_t first, uint64_t most);
     // Always empty: a thread dies only together with its process, and views never point into the queue.
     std::vector<Held> held() const { return {}; }

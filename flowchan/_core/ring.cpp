@@ -156,8 +156,8 @@ bool Ring::redo() {
 }
 
 // Repair the ring after the owner of its lock died. At most one Change is incomplete, and this function
-// completes it. If an operation consists of several Changes, the next call continues it. Only `advance` must
-// be continued here.
+// completes it. If an operation consists of several Changes, the next call continues it. Only `advance`
+// needs to be continued here.
 void Ring::recover() {
     if (!redo()) found_damage();
     Wakes wakes;

@@ -180,7 +180,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     void cut_run(ReaderState& reader, bool keeps_current, Wakes& wakes);
     void finish_in_run(uint32_t session, uint64_t committed, Wakes& wakes);
     void release(Slot* slot, Wakes& wakes);  // frees a HELD slot
-    // returns the item taken last to the head, because the caller cannot receive it now
+    // puts the most recently taken item back at the head, because the caller cannot receive it now
     void put_back(Taken& taken, ReaderState* reader, Wakes& wakes);
     void unview(Slot* slot, Wakes& wakes);  // ends a view when its user no longer needs the block
     // reserves a slot that the caller fills in place, outside the FIFO
@@ -188,7 +188,7 @@ class Ring : public std::enable_shared_from_this<Ring> {
     Step put_loan(Slot* slot, const Frame& frame, WriterState* writer, Wakes& wakes);
     std::vector<Held> held() const;
     std::vector<uint64_t> pinned() const;
-    // returns at most `most` items from number `first` on, with copies of their payloads in `room`
+    // returns up to `most` items, starting with number `first`, with copies of their payloads in `room`
     std::vector<Seen> peek(uint64_t first, uint64_t most, std::span<char> room) const;
     // appends the bundle's descriptors, which then belong to the caller; returns 0 or an errno
     int open_bundle(uint64_t id, std::vector<int>& descriptors);

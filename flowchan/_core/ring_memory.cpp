@@ -97,8 +97,8 @@ Slot* Ring::take_slot(uint64_t size, Change& change) {
         if (Slot* slot = new_slot(cls, change)) return slot;
         if (h_->damaged) return nullptr;
     }
-    // Also accept a block of the next five classes. Above 256 bytes, such a block is at most 2.5 times as
-    // large as a block of class `cls`.
+    // Also accept a block from any of the next five classes. Above 256 bytes, such a block is at most 2.5
+    // times as large as a block of class `cls`.
     uint32_t found = free_class(cls, std::min(cls + 6, CLASSES));
     if (found == CLASSES) {
         rebuild_lists(cls);

@@ -2,12 +2,12 @@
 //
 // Algorithm. The caller holds the lock. The leased items of all readers and the first items of the FIFO are
 // sorted by number. Their payloads are copied, except for the contents of arrays. An item without a number is
-// shown with the number that it will get, so a later look shows the same number.
+// shown with the number that it will get, so a later peek shows the same number.
 //
-// Invariants. A look writes nothing into shared memory, so a process may die during it at any step. It
-// follows at most MOST_WALKED slots and copies only what fits into `room`, so users of the channel wait only
-// briefly. It copies neither a larger item nor an item with parts that only its reader can open, such as
-// descriptors.
+// Invariants. Peeking writes nothing to shared memory, so a process may safely die at any point while
+// peeking. A peek follows at most MOST_WALKED slots and copies only what fits into `room`, so users of the
+// channel wait only briefly. It copies neither a larger item nor an item with parts that only its reader can
+// open, such as descriptors.
 #include <algorithm>
 
 #include "ring.hpp"

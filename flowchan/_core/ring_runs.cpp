@@ -6,11 +6,11 @@
 // are viewed, have descriptors, or must wait for a turn. The same applies to items that do not fit into the
 // ring, because the call for the single item then reports why.
 //
-// Runs of a worker. A worker leases a run only while no other reader waits, and leases at most its share of
-// the items inside. The worker starts the items of the run one by one, without the lock. A reader that finds
-// the channel empty recalls half of the items that a run's worker has not started. If the worker has been
-// processing one item for a few milliseconds, a reader that takes another item recalls all items that are not
-// started. A slow item therefore does not delay the items behind it.
+// Runs of a worker. A worker leases a run only while no other reader is waiting, and leases at most its
+// share of the items in the channel. The worker starts the items of the run one by one, without the lock. A
+// reader that finds the channel empty recalls half of the items that a run's worker has not started. If the
+// worker has been processing one item for a few milliseconds, a reader that takes another item recalls all
+// items that are not started. A slow item therefore does not delay the items behind it.
 //
 // Recalling follows the protocol of Cilk-5 (Frigo, Leiserson and Randall, 1998). The worker first writes
 // `begun` and then reads `run_limit`. The other reader, which holds the lock, first writes `run_limit` and

@@ -21,7 +21,7 @@ void Ring::begin_item(WriterState& writer, uint64_t number) {
     writer.number = number;
     writer.count = writer.skip = 0;
     Session& s = session(writer.session);
-    // A worker that repeats the item skips the outputs that it has already put.
+    // A worker that processes the item again skips the outputs that it has already put.
     if (s.committed_item == number + 1) writer.skip = s.committed_count;
     if (!h_->resumes) return;
     for (Session& old : h_->sessions()) {

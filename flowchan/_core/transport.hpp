@@ -24,9 +24,9 @@ struct Counts {
     int64_t read_wait_ns, write_wait_ns;  // sums over all calls
     // The part of write_wait_ns in which writers waited for their turn while the readers had no item.
     int64_t turn_wait_ns;
-    // How long at least one call has been waiting.
+    // How long there has been at least one waiting call.
     int64_t readers_waiting_for_ns, writers_waiting_for_ns;
-    uint64_t selecting;   // waiters that may continue without a change of this channel
+    uint64_t selecting;   // waiters that may continue without a change to this channel
     uint64_t woken;       // waiters that were woken but have not run yet
     bool short_of_bytes;  // a writer waits for bytes, not for places
 };

@@ -16,7 +16,7 @@ namespace {
 // about 65,000 mappings.
 constexpr uint64_t MAPPED = 1 << 16;
 
-// A fork holds this mutex, so the child finds `live` consistent and can unlock it.
+// This mutex is held across a fork, so the child finds `live` consistent and can unlock the mutex.
 std::mutex live_mutex;
 std::unordered_set<Block*> live;
 

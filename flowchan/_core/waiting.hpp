@@ -12,7 +12,7 @@
 //
 // The workers of a stage are woken by rank instead of in rotation, so the same workers continue with warm
 // caches. Each worker sleeps with one of 32 ranks (FUTEX_WAIT_BITSET), and `idle` contains the waiting ranks.
-// It is only a hint: if no thread with a rank sleeps, another thread is woken.
+// It is only a hint: if no thread with a rank is asleep, another thread is woken.
 //
 // A woken sleeper takes the lock and unregisters (waiting -= 1, and `woken` -= 1 if that is above 0). It
 // tries its operation again before it returns.
@@ -162,7 +162,7 @@ struct WaitQueue {
     std::atomic<uint32_t> seq{0};  // the futex word
     uint32_t waiting = 0;
     uint32_t woken = 0;
-    // waiters that may continue without a change of this channel, because they have a deadline or also wait
+    // waiters that may continue without a change to this channel, because they have a deadline or also wait
     // for other channels
     uint32_t selecting = 0;
     uint32_t starving = 0;       // thread id of the starving waiter, or 0
@@ -294,8 +294,8 @@ enum class Step {
 
 // Spinning pays off if the other side is running right now. A successful spin doubles the budget, and a
 // failed spin halves it. Once the budget is below LEAST_NS, only every 32nd wait spins, but that spin may
-// last MOST_NS. Shorter spins would never meet a partner that answers after 20 us. MOST_NS is about the cost
-// of a sleep and a wake-up, so wasted spinning at most doubles that cost.
+// last MOST_NS. A shorter spin would always end too early for a partner that answers after 20 us. MOST_NS is
+// about the cost of a sleep and a wake-up, so wasted spinning at most doubles that cost.
 struct Spin {
     static constexpr uint32_t MOST_NS = 50'000, LEAST_NS = 4'000, CHECKS = 16;
     // Hints that the threads of a handle share, so all accesses are relaxed.

@@ -1,4 +1,4 @@
-"""Find all problems of a declared graph before anything starts, in the order of declaration.
+"""Find all problems of a declared graph before anything starts, in declaration order.
 
 | rule | meaning |
 |---|---|
@@ -62,7 +62,7 @@ Found = Iterator[tuple[int, Problem]]
 
 
 def check(graph: Blueprint) -> tuple[Problem, ...]:
-    """Return all problems of the graph in the order of declaration, or an empty tuple if it can run.
+    """Return all problems of the graph in declaration order, or an empty tuple if it can run.
 
     The check starts no stage, and never raises an exception, whatever the graph is.
     """

@@ -208,7 +208,7 @@ class LaunchJob:
     """Runs all ranks of a script on this host, from their start until all have ended.
 
     ``first`` is the number of the first rank. With ``pin``, each rank gets its own cores if the host has
-    enough. Ranks that still run ``shutdown_timeout`` seconds after they were asked to end are killed.
+    enough. Ranks still running ``shutdown_timeout`` seconds after they were asked to end are killed.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ def launch(
 ) -> tuple[str, int]:
     """Run all ranks of a script until they end. The script may also be a module after ``-m``.
 
-    Ranks that still run ``shutdown_timeout`` seconds after they were asked to end are killed.
+    Ranks still running ``shutdown_timeout`` seconds after they were asked to end are killed.
 
     Return a description of the first failure and the number of the signal that interrupted the job. The
     description is empty if no rank failed, and the number is 0 if no signal arrived.

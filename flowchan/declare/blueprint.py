@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @methods_end_at_caller
 class Blueprint(General):
-    """Declared graph: a name, stages in the order of declaration, and the channels between them.
+    """Declared graph: a name, stages in declaration order, and the channels between them.
 
     :meth:`source`, :meth:`input`, :meth:`merge`, :meth:`stage` and the operators of ``Stream`` declare
     stages. :meth:`feedback` declares a loop.

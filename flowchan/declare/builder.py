@@ -72,7 +72,7 @@ class Builder:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """Return the stages in the order of declaration."""
+        """Return the stages in declaration order."""
         return tuple(self._stages)
 
     def stage_named(self, name: str) -> Stage:

@@ -1,7 +1,7 @@
 """Copy tensors between nodes.
 
 Each node reads one inbox. Other nodes put pairs of a key and a tensor into it. A put that does not wait
-stores the current values. Later changes of the source therefore have no effect. If the inbox is full, the
+stores the current values. Later changes to the source therefore have no effect. If the inbox is full, the
 sender clones the tensor, and a thread puts the clone. A node therefore never waits for another node to take a
 tensor. A node waits only for tensors that earlier commands have sent. Nodes therefore cannot deadlock.
 
@@ -170,7 +170,7 @@ class Senders:
         self.add(peer, open_channel(address, secret, tls=tls))
 
     def send(self, peer: str, key: str, value: Any) -> None:
-        """Send a tensor or a failure to a node. Later changes of the tensor have no effect."""
+        """Send a tensor or a failure to a node. Later changes to the tensor have no effect."""
         self._peers[peer].put((key, value), _cloned)
 
 

@@ -128,7 +128,7 @@ class ClientTable:
 
 
 def own_object(value: Any) -> Any:
-    """Return a view of a tensor. A later change of the view's shape does not affect the tensor."""
+    """Return a view of a tensor. A later change to the view's shape does not affect the tensor."""
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 

@@ -20,7 +20,7 @@ Templates = dict[int, tuple[str, int]]
 class SentCommands:
     """Recent messages that a node may not have handled yet.
 
-    Several threads use this object without a lock. ``answered`` only stores a number. All changes of the
+    Several threads use this object without a lock. ``answered`` only stores a number. All changes to the
     deques therefore come from the thread that sends, which holds its client's lock. ``first_lost`` reads
     copies.
 

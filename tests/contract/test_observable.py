@@ -25,7 +25,7 @@ def test_counts_of_a_new_channel_are_zero(make):
 
 
 def test_len_counts_items_from_zero_to_capacity(make):
-    """C15: len counts the items inside."""
+    """C15: len counts the items in the channel."""
     ch = make(3)
     for count in range(3):
         assert len(ch) == count == ch.stats().inside
@@ -122,7 +122,7 @@ def test_stats_can_be_read_while_a_call_waits(make, spawn_peer):
 
 
 def test_stats_returns_a_frozen_value(make):
-    """C15: the statistics cannot be changed, and later changes of the channel do not affect them."""
+    """C15: the statistics cannot be changed, and later changes to the channel do not affect them."""
     ch = make()
     stats = ch.stats()
     ch.put(1)

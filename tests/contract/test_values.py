@@ -268,7 +268,7 @@ def test_local_functions_arrive(make, spawn_peer):
 
 @pytest.mark.copying
 def test_item_between_processes_is_a_copy(make):
-    """A change of the object after the put must not change the item."""
+    """A change to the object after the put must not change the item."""
     ch = make()
     sent, array, raw = [1, 2], np.arange(100_000), bytearray(b"abc" * 50_000)
     ch.put_many([sent, array, raw])

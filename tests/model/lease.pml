@@ -58,7 +58,7 @@ bool closed_in;
 byte writers_in = 2, readers_in, leased;
 mtype role_in[SESSIONS] = FREE;
 byte in_hand[SESSIONS] = NONE;
-/* Ring O. The items inside are only counted. */
+/* Ring O. The items in the ring are only counted. */
 byte inside_out;
 bool closed_out;
 byte writers_out, resumes;

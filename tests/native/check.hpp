@@ -1,8 +1,8 @@
 // Checks that a ring satisfies the invariants of layout.hpp, ring_memory.cpp and ring_items.cpp.
 //
 // Every slot is in exactly one place. No list has a cycle, and each list has as many slots as its counter
-// says. Totals match the sums of their parts. The viewers that slots name exist and have the right number of
-// views. Offsets are relative to the header, which is at the start of the ring's file.
+// says. Totals match the sums of their parts. Every viewer named by a slot exists and has the right number
+// of views. Offsets are relative to the header, which is at the start of the ring's file.
 #pragma once
 
 #include <map>

@@ -1,8 +1,8 @@
 // The fault walk over groups. A member dies at the n-th fault point of two operations, for n = 1, 2, 3, …
 // until it survives. All survivors must complete the same number of operations with the right results, and
-// must end in the same way. In the mode "closes", another thread closes the member at the fault point
-// instead. The other members must then behave as after a death. Arguments: the operation's number, the number
-// of members, the dying member's index, the distance between tested fault points, and "dies" or "closes". If
+// must end in the same way. In "closes" mode, another thread closes the member at the fault point instead.
+// The other members must then behave as after a death. Arguments: the operation's number, the number of
+// members, the dying member's index, the distance between tested fault points, and "dies" or "closes". If
 // the index of the dying member equals the number of members, both the first and the last member die.
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -29,7 +29,7 @@ constexpr size_t LARGE = 150'000;  // elements; their data needs several chunks
 constexpr int TIMES = 2;
 
 uint32_t remaining_points = 0;
-Member* closes = nullptr;  // in the mode "closes", the member to close
+Member* closes = nullptr;  // in "closes" mode, the member to close
 std::thread closing;
 constexpr int CLOSED = 42;  // exit code of a closed member
 

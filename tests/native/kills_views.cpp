@@ -76,7 +76,7 @@ class Viewers : public Kills {
             if (step == Step::Done) put(writer, value, reader.reader.number);
             drop_view(reader, random() % (MOST_SIGHTS + 1));
         }
-        // Some views may remain, so that the port closes while they are still open.
+        // Leave a random number of views open, so that the port closes while they exist.
         drop_view(reader, random() % (MOST_SIGHTS + 1));
     }
     void take_part() override {

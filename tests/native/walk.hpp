@@ -144,7 +144,8 @@ class Walk {
         locked(ring, [&](Wakes&) { problems = check(ring, tolerance); });
         need(problems.empty(), when + ": " + problems);
     }
-    // Check the rings through mappings that existed all along, at other addresses than in the dead process.
+    // Check the rings through mappings that existed all along, at different addresses from those in the dead
+    // process.
     void finish(Scene& scene) {
         std::vector<std::unique_ptr<Ring>> seen;
         for (auto* ring : {&scene.in, &scene.out})

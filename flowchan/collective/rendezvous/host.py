@@ -75,7 +75,7 @@ def _lead(address: str, if_first: bool, size: int, give_up: float, name: str) ->
 
 
 def _listens(listener: socket.socket, address: str, give_up: float, if_first: bool) -> bool:
-    """Listen at the address. If ``if_first`` is true and another process listens there, return False."""
+    """Listen on the address. If ``if_first`` is true and another process listens there, return False."""
     while True:
         try:
             listener.bind(address)

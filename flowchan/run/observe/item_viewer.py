@@ -21,11 +21,11 @@ from flowchan.items.arguments import near_misses
 from flowchan.items.item_texts import SeenItem
 
 LOOK_EVERY_S = 0.05
-"""Seconds between two looks at the items of the channel."""
+"""Seconds between two peeks at the items in the channel."""
 MOST_ITEMS = 1000
-"""Maximum number of items that one look copies."""
+"""Maximum number of items that one peek copies."""
 MOST_BYTES = 1 << 20
-"""Maximum number of bytes that one look copies. A larger item is shown as its size."""
+"""Maximum number of bytes that one peek copies. A larger item is shown as its size."""
 SEND_S = 10.0
 """Seconds after which a viewer that reads nothing loses the connection."""
 
@@ -98,7 +98,7 @@ class ItemViewer:
         self._connection.sendall(self._line(message))
 
     def end(self, timeout: float) -> None:
-        """End the connection after a last look, and wait up to ``timeout`` seconds for its thread."""
+        """End the connection after a last peek, and wait up to ``timeout`` seconds for its thread."""
         self._over.set()
         self._thread.join(timeout)
 

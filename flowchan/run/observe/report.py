@@ -60,7 +60,7 @@ def bottleneck_text(stats: RunStats) -> str:
 
 
 def _scaling_lines(stats: RunStats) -> Iterator[str]:
-    """Yield a line for each stage that the run has scaled, with the changes of its number of workers."""
+    """Yield a line for each stage that the run has scaled, with the changes to its number of workers."""
     numbers: dict[str, list[int]] = {}
     for decision in stats.decisions:
         numbers.setdefault(decision.stage, [decision.workers_before]).append(decision.workers)

@@ -14,11 +14,11 @@ The phases of a run:
 In *stopping*, the sources are stopped and the other stages process the remaining items. *Stopping* has no
 time limit unless the user sets a limit. In *failing* and *aborting*, all channels are broken.
 
-Processes that still run after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
+Processes still running after ``GRACE`` seconds are terminated, and after twice that time they are killed. A
 thread that is stuck in user code cannot be ended, and is abandoned. In *finishing*, workers are ended in the
-same way, although no stage has failed. All stages whose effects the user sees have ended by then, and
-the sources have been stopped. The remaining workers, such as a source that waits for its device, are no
-longer needed.
+same way, although no stage has failed. All stages whose effects the user sees have ended by then, and the
+sources have been stopped. The remaining workers, such as a source that waits for its device, are no longer
+needed.
 
 A worker process that dies in *running* or *stopping* is replaced as long as its stage has restarts left
 (``policy/restart_limit.py``). The first replacement starts at once. Each later one starts after a pause that

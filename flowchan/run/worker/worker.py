@@ -271,7 +271,7 @@ def end(
     reported = _told(tell, last)
     # The supervisor closes a failed worker's ports after it has broken the channels. If the worker closed
     # them now, later stages would take its partial output for complete output, and another worker would
-    # repeat the failed item.
+    # process the failed item again.
     if not (failed and reported):
         release.close()
     elif sends:
