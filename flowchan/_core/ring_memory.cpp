@@ -295,7 +295,7 @@ uint64_t Ring::view(uint64_t state, const Slot* slot, uint32_t session, Change& 
     return state | Slot::viewed_by(session);
 }
 
-// Subtract one view from a session. A HOLDER ends with its last view.
+// Subtract one view from a session. A HOLDER session ends when its last view is gone.
 void Ring::forget_view(Session& s, Change& change) {
     if (s.views == 1 && s.role == Session::HOLDER) change.set(s.role, Session::NONE);
     change.set(s.views, s.views - 1);

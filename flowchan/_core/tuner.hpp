@@ -47,7 +47,7 @@ class Tuner {
     // How many operations a trial runs per plan. Only the shortest time counts, because other load rarely
     // disturbs all of these operations.
     static constexpr uint32_t TRIES = 4;
-    static constexpr uint32_t LATE = 2;  // the time of an operation is known this many operations later
+    static constexpr uint32_t LATE = 2;  // the time of an operation becomes known this many operations later
     static constexpr uint32_t FEWEST = 128, MOST = 2048;  // operations before the slower plan is tried again
     // this many slow operations in a row indicate that something has changed
     static constexpr uint32_t SLOW = 8;

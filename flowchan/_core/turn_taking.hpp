@@ -47,7 +47,7 @@ class TurnTaking {
     static constexpr uint64_t LONG = REST / TIGHT;  // a run of this many operations makes a rest worthwhile
     static constexpr uint32_t MOST_LEFT_OUT = 256;
 
-    // Returns whether to rest before using the ring, because another process used it last.
+    // Returns whether to rest before using the ring; a thread rests if another process used the ring last.
     bool should_rest(int64_t now) {
         const uint64_t run = count_.get();
         if (rested_.get()) leave_out(chances_, run < LONG);

@@ -24,7 +24,7 @@ constexpr uint64_t LARGEST_PAGE = 1 << 16;
 
 class Windows {
   public:
-    // How many bytes of blocks are mapped together with the part before them.
+    // How many bytes of blocks are mapped in one mapping with the part that precedes the blocks.
     static constexpr uint64_t FIRST = 1 << 16;
 
     Windows() = default;

@@ -76,7 +76,7 @@ struct Message {
     }
 };
 
-// Run an operation under the lock. The operation must not have to wait.
+// Run an operation under the lock. The operation must be one that does not have to wait.
 template <class Op>
 auto locked(Ring& ring, Op&& op) {
     Wakes wakes;

@@ -19,7 +19,7 @@ Lists put_so_far(const Values& before, const Values& puts, int done) {
     }
     return lists;
 }
-// Return what may be left of `all` after `done` gets.
+// Return the values of `all` that may remain after `done` gets.
 Lists taken_so_far(const Values& all, int done) {
     Lists lists{Values(all.begin() + done, all.end())};
     if (size_t(done) < all.size()) lists.push_back(Values(all.begin() + done + 1, all.end()));
