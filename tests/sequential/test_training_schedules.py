@@ -112,7 +112,7 @@ def test_written_schedule_assigns_parts_to_workers() -> None:
             {"chunks": 1},
             "the schedule cannot run: simulate: worker 1 must do 1:F0 before 1:B0",
         ),
-        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "with the part, got '?'"),
+        (["F0 B0 ?", "F0 B0"], {"chunks": 1}, "to name the part, got '?'"),
         (lambda *_: [7], {}, "the schedule function must return steps or text, got 7 (int)"),
         (lambda *_: 7, {}, "the schedule function must return steps or text, got 7 (int)"),
         ("zbv", {"workers": 3}, "workers must be at most parts=2, got 3"),
