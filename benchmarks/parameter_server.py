@@ -24,10 +24,10 @@ ISOLATES = (
     "The server is another process on the same machine, with one thread. A push finishes when the server "
     "has applied the values. For queued pushes, the client sends several pushes before it waits for the "
     "last one. memcpy copies 64 MB within the client, into memory that is in use. The bare copies are the "
-    "copy and the addition of a push, in one process without messages: copy the values into shared memory, "
-    "and write the sum of these values and the state into a second block. flowchan and "
-    "torch.distributed.rpc use torch tensors; the Ray actor uses NumPy arrays. Ray returns read-only "
-    "arrays in shared memory. The client copies them into its own array, as with the other systems."
+    "copy and the addition of a push, in one process without messages. They copy the values into shared "
+    "memory, and write the sum of these values and the state into a second block. flowchan and "
+    "torch.distributed.rpc use torch tensors; the Ray actor uses NumPy arrays. Ray returns read-only arrays "
+    "in shared memory. The client copies them into its own array, as with the other systems."
 )
 SIZE = 64 << 20
 PUSH, QUEUED, PULL = "push of 64 MB", "queued pushes of 64 MB", "pull of 64 MB"
