@@ -98,7 +98,7 @@ Step Sink::done_with(uint64_t number, Wakes& wakes) {
 
 void Sink::recall() {
     got -= staged.size();
-    forget_staged();
+    forget_staged();  // counts nothing: only a worker's inputs are recalled, and they are never lent
     part = {};
     if (!over) {
         RingLock holding(*ring);
