@@ -73,15 +73,12 @@ class ShardsOnPool:
         except BaseException:
             self._kids.close()
             raise
-        self._threads = [
-            threading.Thread(target=_order, args=(self._notices, self._orders), daemon=True),
-            threading.Thread(
-                target=_watch,
-                args=(self._kids, self.places, [self._ended, self._notices, *self._orders], self._lost),
-                daemon=True,
-            ),
-        ]  # fmt: skip
-        for thread in self._threads:
+        self._ordering = threading.Thread(target=_order, args=(self._notices, self._orders), daemon=True)
+        channels = [self._ended, self._notices, *self._orders]
+        self._watching = threading.Thread(
+            target=_watch, args=(self._kids, self.places, channels, self._lost), daemon=True
+        )
+        for thread in (self._ordering, self._watching):
             thread.name = "flowchan parameters"
             thread.start()
         self._form: Form = form
@@ -159,9 +156,12 @@ class ShardsOnPool:
                 connection.flush()
         self._client.close()
         try:
-            with contextlib.suppress(ChildDied, StageError):  # the watching thread records these errors
+            with contextlib.suppress(ChildDied, StageError):  # the others have the command; wait() raises too
                 self._kids.send("close", timeout)
-                self._last = list(self._kids.wait(timeout).values())
+            self._last = list(self._kids.wait(timeout).values())
+        except (ChildDied, StageError):
+            # Let the watching thread break the channels with the reason before ``end`` closes them.
+            self._watching.join()
         except TimeoutError:
             raise TimeoutError(
                 f"close: the shards did not apply all pushes within {timeout:g} s; call close again"
@@ -181,9 +181,9 @@ class ShardsOnPool:
         channels: list[Channel[Any]] = [self._notices, *self._orders]
         for channel in channels:
             channel.close()
-        for thread in self._threads:
-            thread.join()
-        del self._client, self._kids, self._notices, self._orders, self._ended, self._threads
+        self._ordering.join()
+        self._watching.join()
+        del self._client, self._kids, self._notices, self._orders, self._ended
         self.places = ()
 
 
