@@ -4,7 +4,6 @@ Each public name is imported on first use. A program that uses only channels the
 modules that run graphs.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
 # Must be imported first, because it selects the core that all other modules import.
@@ -35,6 +34,7 @@ from flowchan.errors import (
     StageError,
     WorkerDied,
 )
+from flowchan.public import names_on_first_use
 
 if TYPE_CHECKING:
     from flowchan.channel.channel import Channel, ChannelStats, Holder
@@ -167,15 +167,5 @@ _NAMES = {
 }
 """The public names that each module defines. ``flowchan.errors`` is always loaded."""
 
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
 if not TYPE_CHECKING:  # type checkers would accept every name
-
-    def __getattr__(name):
-        """Import the module of a public name on its first use."""
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"flowchan.{_MODULES[name]}"), name)
-
-    def __dir__():
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = names_on_first_use(__name__, _NAMES)

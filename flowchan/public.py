@@ -1,19 +1,58 @@
-"""Mark the public names of the package ``flowchan``, where they are defined."""
+"""Mark the public names of ``flowchan`` and ``flowchan.pipelines``, and import them on first use."""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Any)
 
 
 def public(value: T) -> T:
-    """Make a class or function an attribute of ``flowchan``, and return it.
+    """Make a class or function an attribute of its package, and return it.
 
-    Messages, tracebacks and pickles then name the module that users import, not the defining module.
-    ``flowchan/__init__.py`` must also list the name.
+    Messages, tracebacks and pickles then name the package that users import, not the defining module. The
+    package's ``__init__.py`` must also list the name.
     """
-    value.__module__ = "flowchan"
-    setattr(sys.modules["flowchan"], value.__name__, value)
+    in_pipelines = value.__module__.startswith("flowchan.pipelines.")
+    value.__module__ = "flowchan.pipelines" if in_pipelines else "flowchan"
+    setattr(sys.modules[value.__module__], value.__name__, value)
     return value
+
+
+def names_on_first_use(
+    package: str, modules: Mapping[str, tuple[str, ...]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return functions for a package that import a module on the first use of its public names (PEP 562).
+
+    Args:
+        package: Name of the package.
+        modules: The public names that each module of the package defines. A module without names is public
+            itself.
+
+    Returns:
+        The functions ``__getattr__`` and ``__dir__`` of the package.
+    """
+    defined_in = {name: module for module, names in modules.items() for name in names}
+    own = [module for module, names in modules.items() if not names]
+
+    def from_module(name: str) -> Any:
+        """Import the module of a public name on its first use."""
+        if name in own:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in defined_in:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(f"{package}.{defined_in[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            text = f"{package}.{name} needs torch: pip install 'flowchan[torch]'"
+            raise ImportError(text, name="torch") from error
+
+    def all_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *defined_in, *own})
+
+    return from_module, all_names

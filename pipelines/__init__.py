@@ -14,47 +14,46 @@
 - :func:`dataset`: use a graph as the data of a training loop.
 - :class:`Downpour`, :class:`ElasticAveraging`, :class:`DiLoCo` and :class:`AsySGInCon`: low-communication
   training through a parameter server.
-
 - :class:`RemoteNodes`: torch devices whose operations run in other processes or on other hosts.
 
-``dataset``, ``Sequential``, ``Stash``, ``Pop``, ``Training``, the four training algorithms and
-``RemoteNodes`` need torch. These names are imported on first use.
+Each name is imported on first use. ``dataset``, ``Sequential``, ``Stash``, ``Pop``, ``Training``, the four
+training algorithms and ``RemoteNodes`` need torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from flowchan.pipelines.barriers import Barrier, Condition, Event
-from flowchan.pipelines.client_server import Client, ServedClient, Server, Traffic
-from flowchan.pipelines.locks import Lock, Semaphore
-from flowchan.pipelines.marshalled import Marshalled, marshal
-from flowchan.pipelines.parallel_map import Workers, map  # noqa: A004
-from flowchan.pipelines.parameter_server import (
-    ParameterClient,
-    ParameterServer,
-    ParameterServerStats,
-    PullHandle,
-    PushHandle,
-    RowOptimizer,
-    Weights,
-    WeightsReader,
-    WeightsStats,
-    gathered,
-)
-from flowchan.pipelines.shared_dict import SharedDict
-from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
-from flowchan.pipelines.work_queue import WorkQueue, workqueue
+from flowchan.public import names_on_first_use
 
 if TYPE_CHECKING:
+    from flowchan.pipelines.barriers import Barrier, Condition, Event
+    from flowchan.pipelines.client_server import Client, ServedClient, Server, Traffic
     from flowchan.pipelines.datasets import Dataset, dataset
+    from flowchan.pipelines.locks import Lock, Semaphore
+    from flowchan.pipelines.marshalled import Marshalled, marshal
+    from flowchan.pipelines.parallel_map import Workers, map  # noqa: A004
+    from flowchan.pipelines.parameter_server import (
+        ParameterClient,
+        ParameterServer,
+        ParameterServerStats,
+        PullHandle,
+        PushHandle,
+        RowOptimizer,
+        Weights,
+        WeightsReader,
+        WeightsStats,
+        gathered,
+    )
     from flowchan.pipelines.parameter_server.async_sgd import AsySGInCon
     from flowchan.pipelines.parameter_server.diloco import DiLoCo
     from flowchan.pipelines.parameter_server.downpour import Downpour
     from flowchan.pipelines.parameter_server.elastic_averaging import ElasticAveraging
     from flowchan.pipelines.remote_tensors import NodeDied, NodeStats, RemoteError, RemoteNodes, RemoteTensor
     from flowchan.pipelines.sequential import Pop, Sequential, Stash, Training
+    from flowchan.pipelines.shared_dict import SharedDict
+    from flowchan.pipelines.task_pool import BackgroundTask, TaskPool
+    from flowchan.pipelines.work_queue import WorkQueue, workqueue
 
 __all__ = [
     "AsySGInCon",
@@ -102,38 +101,37 @@ __all__ = [
     "workqueue",
 ]
 
-# Make messages, tracebacks and pickles show the module that users import.
-for _name in __all__:
-    if _name in globals():
-        globals()[_name].__module__ = "flowchan.pipelines"
-del _name
-
-
-_NEED_TORCH = {
-    **dict.fromkeys(("Dataset", "dataset"), "datasets"),
-    **dict.fromkeys(("Pop", "Sequential", "Stash", "Training"), "sequential"),
-    "AsySGInCon": "parameter_server.async_sgd",
-    "DiLoCo": "parameter_server.diloco",
-    "Downpour": "parameter_server.downpour",
-    "ElasticAveraging": "parameter_server.elastic_averaging",
-    **dict.fromkeys(
-        ("NodeDied", "NodeStats", "RemoteError", "RemoteNodes", "RemoteTensor"), "remote_tensors"
+_NAMES = {
+    "barriers": ("Barrier", "Condition", "Event"),
+    "children": (),
+    "client_server": ("Client", "ServedClient", "Server", "Traffic"),
+    "datasets": ("Dataset", "dataset"),
+    "locks": ("Lock", "Semaphore"),
+    "marshalled": ("Marshalled", "marshal"),
+    "parallel_map": ("Workers", "map"),
+    "parameter_server": (
+        "ParameterClient",
+        "ParameterServer",
+        "ParameterServerStats",
+        "PullHandle",
+        "PushHandle",
+        "RowOptimizer",
+        "Weights",
+        "WeightsReader",
+        "WeightsStats",
+        "gathered",
     ),
+    "parameter_server.async_sgd": ("AsySGInCon",),
+    "parameter_server.diloco": ("DiLoCo",),
+    "parameter_server.downpour": ("Downpour",),
+    "parameter_server.elastic_averaging": ("ElasticAveraging",),
+    "remote_tensors": ("NodeDied", "NodeStats", "RemoteError", "RemoteNodes", "RemoteTensor"),
+    "sequential": ("Pop", "Sequential", "Stash", "Training"),
+    "shared_dict": ("SharedDict",),
+    "task_pool": ("BackgroundTask", "TaskPool"),
+    "work_queue": ("WorkQueue", "workqueue"),
 }
-"""Maps each name that needs torch to the module that defines it."""
+"""The public names that each module defines. ``children`` is public as a module."""
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name that needs torch on its first use."""
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        found = getattr(importlib.import_module(f"flowchan.pipelines.{_NEED_TORCH[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ImportError(
-            f"flowchan.pipelines.{name} needs torch: pip install 'flowchan[torch]'", name="torch"
-        ) from error
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:  # type checkers would accept every name
+    __getattr__, __dir__ = names_on_first_use(__name__, _NAMES)

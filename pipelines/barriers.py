@@ -24,6 +24,7 @@ from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.channel_backed import Among, Held, check_among
 from flowchan.pipelines.locks import Lock
 from flowchan.pipelines.shared_dict import SharedDict
+from flowchan.public import public
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class _Generation:
             channel.abort()
 
 
+@public
 class Barrier:
     """Barrier at which a fixed number of threads, in any processes, repeatedly wait for each other.
 
@@ -193,6 +195,7 @@ def _clear(gate: Channel[None]) -> None:
         gate.get_nowait()
 
 
+@public
 class Event:
     """Flag that threads in several processes can wait for, like ``threading.Event``.
 
@@ -268,6 +271,7 @@ class Event:
         return f"<Event {'set' if self.is_set() else 'not set'}>"
 
 
+@public
 class Condition(Held):
     """Condition variable for threads in several processes, like ``threading.Condition``.
 

@@ -13,6 +13,7 @@ from typing import Any
 from flowchan import Broken, Channel, Closed, Empty, In, NothingReady, Out, select
 from flowchan.items.arguments import flag, refuses_misspelt
 from flowchan.pipelines.fill_into import fill
+from flowchan.public import public
 from flowchan.remote.joining import Clients, JoinedClient, join, sealed_once
 
 LATE = 300.0
@@ -20,6 +21,7 @@ LATE = 300.0
 CAPACITY = 1024
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Statistics of the connection between a client and its server.
@@ -182,6 +184,7 @@ class _End:
         self.close()
 
 
+@public
 class Client(_End):
     """Connection to a :class:`Server`. The client may be started before the server.
 
@@ -215,6 +218,7 @@ class Client(_End):
         super().__init__("client", id, tag, inbox, outbox, link)
 
 
+@public
 class ServedClient(_End):
     """Server's handle of a connected client.
 
@@ -239,6 +243,7 @@ class ServedClient(_End):
         return bool(self._inbox.closed) and not self._unread
 
 
+@public
 class Server:
     """Server for any number of clients that know its secret.
 

@@ -12,11 +12,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from flowchan import Graph, Stream, WorkerPool
 from flowchan.items.arguments import flag, refuses_misspelt
+from flowchan.public import public
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+@public
 class Dataset(IterableDataset[T_co]):
     """Iterable over the items of a graph, returned by :func:`dataset`. Each iteration is one epoch.
 
@@ -83,6 +85,7 @@ class Dataset(IterableDataset[T_co]):
         return int.from_bytes(hashlib.blake2b(f"{self._seed} {epoch}".encode(), digest_size=6).digest())
 
 
+@public
 @refuses_misspelt("dataset")
 def dataset(stream: Stream[T], *, seed: int | None = None, pin_memory: bool = False) -> Dataset[T]:
     """Make a stream iterable for training loops and ``DataLoader(…, batch_size=None)``.

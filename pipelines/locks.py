@@ -14,8 +14,10 @@ import time
 from flowchan import Channel, Empty, In
 from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.channel_backed import Among, Held, Shared, check_among, give_back
+from flowchan.public import public
 
 
+@public
 class Lock(Held, Shared):
     """Reentrant lock for threads in several processes, like ``threading.RLock``.
 
@@ -138,6 +140,7 @@ class Lock(Held, Shared):
         return f"<Lock {'held' if self.locked() else 'free'}>"
 
 
+@public
 class Semaphore(Held, Shared):
     """Semaphore for threads in several processes, like ``threading.BoundedSemaphore``.
 

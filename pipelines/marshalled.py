@@ -10,10 +10,12 @@ from typing import Generic, TypeVar
 
 from flowchan import Channel, Drained
 from flowchan.pipelines.channel_backed import give_back
+from flowchan.public import public
 
 T = TypeVar("T")
 
 
+@public
 class Marshalled(Generic[T]):
     """Handle of a serialised object, returned by :func:`marshal`.
 
@@ -67,6 +69,7 @@ class Marshalled(Generic[T]):
         return f"<Marshalled object{', closed' if self._channel.drained else ''}>"
 
 
+@public
 def marshal(obj: T) -> Marshalled[T]:
     """Serialise an object once. Each call of the handle's ``read()`` then returns a new copy.
 

@@ -11,8 +11,10 @@ from flowchan import Channel, Empty, Failed, Graph, RunError, StageError
 from flowchan.declare.placements import PlacementOption
 from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.user_calls import call, name_of, reason
+from flowchan.public import public
 
 
+@public
 class Workers:
     """Handle of running workers, returned by :func:`map`.
 
@@ -139,6 +141,7 @@ class _Call:
         return worker, call(self.fn, *self.args, worker)
 
 
+@public
 @refuses_misspelt("map")
 def map(  # noqa: A001
     n: int,

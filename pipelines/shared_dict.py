@@ -17,11 +17,13 @@ from flowchan import Channel, pack, unpack
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.channel_backed import Among, Shared, arrive, check_among, give_back
 from flowchan.pipelines.locks import Lock
+from flowchan.public import public
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
+@public
 class SharedDict(Shared, MutableMapping[K, V]):
     """Dictionary that several processes share. Each operation is atomic.
 

@@ -32,6 +32,7 @@ from flowchan.pipelines.task_calls import (
     initializer_failed,
 )
 from flowchan.pipelines.user_calls import name_of
+from flowchan.public import public
 from flowchan.run.observe.cgroups import affinity_cores
 
 P = ParamSpec("P")
@@ -44,6 +45,7 @@ WAITING = 10**12
 """Maximum number of waiting tasks: so large that ``submit`` never waits, as in other executors."""
 
 
+@public
 class TaskPool(Executor):
     """Executor that runs tasks on threads, processes or hosts.
 
@@ -238,6 +240,7 @@ class TaskPool(Executor):
         self.shutdown()
 
 
+@public
 class BackgroundTask(Future[T]):
     """Future for one call that runs in the background on its own worker.
 

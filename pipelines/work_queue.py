@@ -23,6 +23,7 @@ from flowchan.channel.transports import TRANSPORTS, Across
 from flowchan.items.arguments import refuses_misspelt
 from flowchan.pipelines.channel_backed import Shared
 from flowchan.pipelines.registry import claim, find, naming
+from flowchan.public import public
 
 POLL_INTERVAL_S = 0.1
 """Seconds between two checks while the owner waits for the last answers."""
@@ -40,6 +41,7 @@ A creator needs only microseconds for this, so one that takes longer has probabl
 """
 
 
+@public
 class WorkQueue:
     """Queue for one owner's questions and many workers' answers, returned by :func:`workqueue`.
 
@@ -320,6 +322,7 @@ def _arrive(sides: _SharedQueue, name: str | None) -> WorkQueue:
     return WorkQueue(sides, creator=False)
 
 
+@public
 @refuses_misspelt("workqueue")
 def workqueue(name: str | None = None, capacity: int = 64, across: Across = "threads") -> WorkQueue:
     """Create a work queue, or open the existing queue with this name.

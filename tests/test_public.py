@@ -94,6 +94,11 @@ def test_graph_runs_without_heavy_imports(place: str, needed: set[str]) -> None:
     assert loaded_after(statement) & {*HEAVY, *RARE} <= {"hashlib", *needed}
 
 
+def test_lock_does_not_load_the_modules_of_graphs():
+    """A pattern loads only the modules that it needs."""
+    assert "flowchan.run.graph" not in modules_after("import flowchan.pipelines; flowchan.pipelines.Lock()")
+
+
 def test_pools_and_agents_do_not_load_heavy_modules():
     """Every run waits for its agents, so they must start quickly. Reading a package's metadata would load
     ``email``."""
@@ -113,45 +118,63 @@ def test_dunder_all_has_no_duplicates_and_only_existing_names():
     assert all(hasattr(flowchan, name) for name in flowchan.__all__)
 
 
-def imported_names(body: list[ast.stmt]) -> dict[str, set[str]]:
-    """Return the names that a block imports from flowchan's modules, grouped by module."""
+PACKAGES = {"flowchan": ROOT / "flowchan", "flowchan.pipelines": ROOT / "pipelines"}
+for_each_package = pytest.mark.parametrize("package", PACKAGES)
+
+
+def imported_names(package: str, body: list[ast.stmt]) -> dict[str, set[str]]:
+    """Return the names that a block imports from the package's modules, grouped by module."""
     found: dict[str, set[str]] = {}
     for node in body:
-        if isinstance(node, ast.ImportFrom) and (module := (node.module or "")).startswith("flowchan."):
-            found.setdefault(module.removeprefix("flowchan."), set()).update(name.name for name in node.names)
+        if isinstance(node, ast.ImportFrom) and (module := (node.module or "")).startswith(f"{package}."):
+            found.setdefault(module.removeprefix(f"{package}."), set()).update(
+                name.name for name in node.names
+            )
     return found
 
 
-def test_type_checkers_see_names_that_load_on_first_use() -> None:
+@for_each_package
+def test_type_checkers_see_names_that_load_on_first_use(package: str) -> None:
     """The package lists these names once for type checkers and once for the program."""
-    body = ast.parse((ROOT / "flowchan" / "__init__.py").read_text()).body
+    module = importlib.import_module(package)
+    body = ast.parse((PACKAGES[package] / "__init__.py").read_text()).body
     (checked,) = (
         node.body for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     )
-    later, at_once = imported_names(checked), imported_names(body)
-    assert later == {module: set(names) for module, names in flowchan._NAMES.items()}
-    names = [*(name for names in later.values() for name in names), *at_once["errors"]]
-    assert sorted(names) == sorted(flowchan.__all__)
+    later, at_once = imported_names(package, checked), imported_names(package, body)
+    assert later == {name: set(names) for name, names in module._NAMES.items() if names}
+    names = [*(name for names in later.values() for name in names), *at_once.get("errors", ())]
+    assert sorted(names) == sorted(module.__all__)
 
 
-def test_loaded_module_puts_its_public_names_into_flowchan() -> None:
+@for_each_package
+def test_loaded_module_puts_its_public_names_into_its_package(package: str) -> None:
     """Pickle finds an object by its module and name, even if the program has not used ``flowchan.X``."""
+    if package == "flowchan.pipelines" and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed: pip install torch")
     code = (
-        "import flowchan, importlib\n"
-        "for module, names in flowchan._NAMES.items():\n"
-        "    defining = importlib.import_module(f'flowchan.{module}')\n"
+        "import importlib\n"
+        f"package = importlib.import_module({package!r})\n"
+        "for module, names in package._NAMES.items():\n"
+        "    defining = importlib.import_module(f'{package.__name__}.{module}')\n"
         "    for name in names:\n"
-        "        assert vars(flowchan)[name] is getattr(defining, name), name\n"
-        "        assert vars(flowchan)[name].__module__ == 'flowchan', name"
+        "        assert vars(package)[name] is getattr(defining, name), name\n"
+        "        assert vars(package)[name].__module__ == package.__name__, name"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_dir_lists_names_that_are_not_loaded() -> None:
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("flowchan", "Graph"), ("flowchan.pipelines", "Lock"), ("flowchan.pipelines", "children")],
+)
+def test_dir_lists_names_that_are_not_loaded(package: str, name: str) -> None:
     code = (
-        "import flowchan\n"
-        "assert 'Graph' not in vars(flowchan)\n"
-        "assert set(flowchan.__all__) <= set(dir(flowchan))"
+        "import importlib\n"
+        f"package = importlib.import_module({package!r})\n"
+        f"assert {name!r} not in vars(package)\n"
+        f"assert {{{name!r}, *package.__all__}} <= set(dir(package))\n"
+        f"package.{name}"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

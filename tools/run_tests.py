@@ -54,7 +54,18 @@ LEAST_BYTES = 50_000
 """Size of the last groups. The size of a file is a rough measure of the time that its tests take."""
 MOST = 20
 """Maximum number of failed tests to run again. More failures are due to a change, not to load."""
-SMALL = ("pytest", "psutil", "cloudpickle", "numpy", "flowchan.hosts", "flowchan.pipelines")
+SMALL = (
+    "pytest",
+    "psutil",
+    "cloudpickle",
+    "numpy",
+    "flowchan.hosts",
+    "flowchan.pipelines.barriers",
+    "flowchan.pipelines.client_server",
+    "flowchan.pipelines.parameter_server",
+    "flowchan.pipelines.task_pool",
+    "flowchan.pipelines.work_queue",
+)
 IMPORTED = {
     "without": SMALL,
     "with": (*SMALL, "torch", "flowchan.pipelines.sequential"),

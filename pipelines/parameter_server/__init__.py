@@ -19,7 +19,3 @@ __all__ = [
     "WeightsStats",
     "gathered",
 ]
-
-for _name in __all__:
-    globals()[_name].__module__ = "flowchan.pipelines"
-del _name

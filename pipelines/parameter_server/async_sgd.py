@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values
+from flowchan.public import public
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
+@public
 class AsySGInCon(Replica):
     """Train a replica with asynchronous SGD and inconsistent reads.
 

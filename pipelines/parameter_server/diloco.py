@@ -26,6 +26,7 @@ from flowchan.items.arguments import pause, refuses_misspelt, whole
 from flowchan.pipelines.parameter_server.optimizer_state import OptimizerState
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values, trainable
+from flowchan.public import public
 
 Outer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -56,6 +57,7 @@ class Counts(NamedTuple):
     closed: int
 
 
+@public
 class DiLoCo(Replica):
     """Train a replica with DiLoCo.
 

@@ -10,8 +10,10 @@ from flowchan.items.arguments import refuses_misspelt, whole
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.replica import Replica, ReplicaOptions, Values, prefetch_steps
+from flowchan.public import public
 
 
+@public
 class ElasticAveraging(Replica):
     """Train a replica with asynchronous elastic averaging SGD.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor
+from flowchan.public import public
 
 Codes = Any
 """``"fp16"``, ``"bf16"``, ``"topk"``, ``"qsgd"``, a function that creates a ``Code``, or a ``Code``."""
@@ -103,6 +104,7 @@ class Encoder:
         return Encoded(codes, [code.encode(x.reshape(-1))], tuple(x.shape), x.dtype)
 
 
+@public
 def gathered(encodings: Iterable[Mapping[str, Encoded]]) -> dict[str, Encoded]:
     """Combine the encoded tensors of several workers, so that the server decodes them in one push.
 

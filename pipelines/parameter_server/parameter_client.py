@@ -31,11 +31,13 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
     plain,
     pushed_size,
 )
+from flowchan.public import public
 
 Stale = Literal["drop", "wait"]
 """Policy for values that are too old: the server drops the push, or the client waits."""
 
 
+@public
 class PullHandle:
     """Handle of a pull that runs in the background, returned by ``ParameterClient.prefetch``.
 
@@ -71,6 +73,7 @@ class PullHandle:
         return self._take(self._result(timeout), out)
 
 
+@public
 class ParameterClient(RowClient):
     """Client of a parameter server, from ``ParameterServer.client()``.
 

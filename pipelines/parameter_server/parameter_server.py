@@ -35,6 +35,7 @@ from flowchan.pipelines.parameter_server.tensor_layout import (
     plain,
     shared_out,
 )
+from flowchan.public import public
 
 CAPACITY = 16
 """Maximum number of pushes that wait in the server's channel."""
@@ -44,6 +45,7 @@ RESTARTS = 1000
 """Maximum number of dead workers that the server replaces within 60 seconds."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class ParameterServerStats:
     """Statistics of a parameter server, from ``ParameterServer.stats()``.
@@ -82,6 +84,7 @@ class ParameterServerStats:
     queued: int
 
 
+@public
 class ParameterServer:
     """Tensors that many workers push to and pull from, from any process or host.
 

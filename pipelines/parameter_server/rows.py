@@ -8,8 +8,10 @@ from typing import Any
 from flowchan.items.text import shown
 from flowchan.pipelines.parameter_server.push_rules import Rule, apply
 from flowchan.pipelines.parameter_server.tensor_kinds import as_tensor, dtype_name, is_tensor
+from flowchan.public import public
 
 
+@public
 @dataclass(frozen=True)
 class RowOptimizer:
     """Optimizer for the rows of a table, such as an embedding table.

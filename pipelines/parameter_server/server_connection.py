@@ -27,9 +27,11 @@ from flowchan.pipelines.parameter_server.shard_memory import (
 )
 from flowchan.pipelines.parameter_server.tensor_kinds import as_kind, copy
 from flowchan.pipelines.parameter_server.tensor_layout import copied, size_of
+from flowchan.public import public
 from flowchan.transport.descriptors import is_for_another_host
 
 
+@public
 class PushHandle:
     """Handle of one push, returned by ``ParameterClient.push``.
 

@@ -23,6 +23,7 @@ from flowchan.pipelines.parameter_server.deltas import apply_delta
 from flowchan.pipelines.parameter_server.weights_answers import WeightsAnswer, WeightsAnswers, WeightsRequest
 from flowchan.pipelines.parameter_server.weights_layout import Tensors, WeightsLayout, tensors_of
 from flowchan.pipelines.parameter_server.weights_memory import WeightsAddress, WeightsMemory
+from flowchan.public import public
 from flowchan.transport.local_peers import machine
 
 _MOST_STEPS = 2**63 - 1
@@ -32,6 +33,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 """First and longest pause in seconds between two checks for the awaited version."""
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class WeightsStats:
     """Statistics of published weights.
@@ -80,6 +82,7 @@ class _Source:
     requests: tuple[str, bytes, bool]
 
 
+@public
 class Weights:
     """Model weights that a trainer publishes to inference workers.
 
@@ -249,6 +252,7 @@ def _close(pid: int, memory: WeightsMemory, opened: list[WeightsAnswers]) -> Non
         memory.close()
 
 
+@public
 class WeightsReader:
     """Reader of published weights, created by :meth:`Weights.reader`.
 

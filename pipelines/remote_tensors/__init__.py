@@ -26,7 +26,3 @@ from flowchan.pipelines.remote_tensors.remote_nodes import NodeStats, RemoteNode
 from flowchan.pipelines.remote_tensors.remote_tensor import RemoteTensor
 
 __all__ = ["NodeDied", "NodeStats", "RemoteError", "RemoteNodes", "RemoteTensor"]
-
-for _name in __all__:
-    globals()[_name].__module__ = "flowchan.pipelines"
-del _name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from flowchan import FlowchanError
+from flowchan.public import public
 
 
+@public
 class RemoteError(FlowchanError):
     """Raised when a remote operation has failed. ``__cause__`` is the exception that the node raised.
 
@@ -32,6 +34,7 @@ class RemoteError(FlowchanError):
         self.operation, self.node = operation, node
 
 
+@public
 class NodeDied(RemoteError):
     """A node died: it was killed, it crashed, or its host was lost.
 

@@ -28,6 +28,7 @@ from flowchan.pipelines.remote_tensors.node_client import NodeClient
 from flowchan.pipelines.remote_tensors.node_copies import NODE_DIED, NodePlace
 from flowchan.pipelines.remote_tensors.node_worker import node_main
 from flowchan.pipelines.remote_tensors.remote_errors import NodeDied, RemoteError
+from flowchan.public import public
 from flowchan.run.crew.at_exit import before_exit
 from flowchan.transport.interrupts import interrupts_deferred
 
@@ -37,6 +38,7 @@ GRACE_S = 2.0
 """Maximum seconds for the last commands after an exception has left the ``with`` block."""
 
 
+@public
 class NodeStats(NamedTuple):
     """Counters of one node, for one process.
 
@@ -71,6 +73,7 @@ class NodeStats(NamedTuple):
     pid: int
 
 
+@public
 class RemoteNodes(Sequence[torch.device]):
     """Nodes that run torch operations, as devices ``remote:0``, ``remote:1`` and so on.
 

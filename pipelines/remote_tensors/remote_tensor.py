@@ -30,12 +30,14 @@ from flowchan.pipelines.remote_tensors.templates import (
     spec_of,
     written_values,
 )
+from flowchan.public import public
 
 _getframe = sys._getframe
 _in_inference_mode = torch.is_inference_mode_enabled
 _default_dtype = torch.get_default_dtype
 
 
+@public
 class RemoteTensor(LocalForms, torch.Tensor):  # type: ignore[misc]
     """Tensor whose values are on a node. Create one with ``device="remote:1"`` or ``.to("remote:1")``.
 

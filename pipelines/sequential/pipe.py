@@ -45,8 +45,10 @@ from flowchan.pipelines.sequential.tensor_trees import Inputs, split, tensors, w
 from flowchan.pipelines.sequential.timeline import REMEMBERED, Timeline, TimelineEvent
 from flowchan.pipelines.sequential.tracing import Traced
 from flowchan.pipelines.sequential.training import Training, TrainingOptions
+from flowchan.public import public
 
 
+@public
 class Sequential(nn.Module):
     """Module that runs its parts at the same time, on different micro-batches.
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowchan.public import public
+
 Skips = dict[str, Tensor | None]
 """Stashed values by name."""
 
@@ -33,6 +35,7 @@ class _ThreadStore(threading.local):
 _thread_store = _ThreadStore()
 
 
+@public
 class Stash(nn.Module):
     """Pass the input on, and also keep it for a later :class:`Pop` with the same name.
 
@@ -86,6 +89,7 @@ class Stash(nn.Module):
         return repr(self.name)
 
 
+@public
 class Pop(nn.Module):
     """Combine the input with the tensor that the :class:`Stash` of the same name kept, and drop this tensor.
 

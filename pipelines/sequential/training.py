@@ -44,6 +44,7 @@ from flowchan.pipelines.sequential.timeline import Timeline, TimelineEvent
 from flowchan.pipelines.sequential.training_checks import check_training
 from flowchan.pipelines.sequential.training_report import Kept, TrainingReport, measured, report
 from flowchan.pipelines.sequential.training_state import copied, layer_counts, optimizer_name, parts_for
+from flowchan.public import public
 
 KEPT = 10
 """Number of steps that the timeline keeps."""
@@ -60,6 +61,7 @@ class TrainingOptions(NamedTuple):
     deferred: bool
 
 
+@public
 class Training:
     """Trainer of a pipe, returned by ``pipe.trainer(...)``.
 

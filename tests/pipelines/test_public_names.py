@@ -44,6 +44,7 @@ SHARED = {
     "flowchan.declare.options",
     "flowchan.declare.placements",
     "flowchan.items.unpicklable",
+    "flowchan.public",
     "flowchan.items.worker_globals",
     "flowchan.remote.joining",
     "flowchan.hosts",
