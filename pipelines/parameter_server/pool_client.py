@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flowchan import Broken, Channel, ChannelError, Closed, Empty
+from flowchan import Broken, Channel, ChannelError, Closed, Empty, Full
 from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session
 from flowchan.pipelines.parameter_server.server_connection import (
     ClientConnection,
@@ -23,6 +23,9 @@ from flowchan.pipelines.parameter_server.server_connection import (
 )
 from flowchan.pipelines.parameter_server.shard import Push, part_of
 from flowchan.pipelines.parameter_server.shard_keeper import ShardState, connect
+
+CHECK_INTERVAL_S = 0.2
+"""Seconds between two checks by a waiting call whether a shard is lost."""
 
 
 class ShardPlace(NamedTuple):
@@ -78,6 +81,27 @@ class ShardPlace(NamedTuple):
             return Broken(f"{call}: the parameter server's program has exited")
         doubt = "; it may have applied this push" if call == "push" else ""
         return Closed(f"{call}: the parameter server has shut down before it answered{doubt}")
+
+    def check(self) -> None:
+        """Raise the error of the channel ``ended`` if a shard is lost."""
+        end = self._end()
+        if end is not None and isinstance(end.__cause__, Broken):
+            raise end
+
+    def until_lost(self, wait: Callable[[float], object], late: float | None) -> None:
+        """Call ``wait`` with short timeouts until it succeeds, a shard is lost, or the deadline has passed.
+
+        The program knows of a keeper's death long before the connection to the keeper counts as lost.
+        """
+        while True:
+            left = left_until(late)
+            try:
+                wait(CHECK_INTERVAL_S if left is None else min(left, CHECK_INTERVAL_S))
+                return
+            except (Empty, Full):
+                if left == 0:
+                    raise
+                self.check()
 
     @contextlib.contextmanager
     def named_in_errors(self, name: str, call: Call | None = None) -> Iterator[None]:
@@ -155,6 +179,7 @@ class PoolConnection(ClientConnection):
         try:
             for place in self._places:
                 with place.named_in_errors("connect"):
+                    place.check()
                     session, here = connect(place.gateway, self._id)
                 self._sessions.append(session)
                 if here is not None:
@@ -266,11 +291,15 @@ class PoolConnection(ClientConnection):
                 found.append(self._local.copy(wanted, into, at_least, consistent, late))
         return found + [_answer("pull", *one, late) for one in zip(remote, calls, strict=True)]
 
-    def flush(self) -> None:
-        """Wait until the keepers have received all calls."""
-        for session in self._sessions:
-            with contextlib.suppress(ChannelError):  # the keeper has ended
-                session.flush()
+    def flush(self, late: float | None) -> None:
+        """Wait until the keepers have received all calls, or a shard is lost.
+
+        Raises:
+            Full: A keeper had no room for all calls before the deadline.
+        """
+        for place, session in zip(self._places, self._sessions, strict=True):
+            with contextlib.suppress(Broken, Closed):  # the keeper has ended
+                place.until_lost(session.flush, late)
 
     def close(self) -> None:
         """End all sessions. Further calls have no effect."""
@@ -284,4 +313,5 @@ class PoolConnection(ClientConnection):
 
 def _answer(name: str, place: ShardPlace, call: Call, late: float | None) -> Any:
     with place.named_in_errors(name, call):
-        return call.result(left_until(late))
+        place.until_lost(call.wait, late)
+        return call.result()

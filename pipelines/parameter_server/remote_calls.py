@@ -393,9 +393,9 @@ class Session:
             return False
         return True
 
-    def flush(self) -> None:
+    def flush(self, timeout: float | None = None) -> None:
         """Wait until the server has received all calls."""
-        self._calls.flush()
+        self._calls.flush(timeout)
 
     def close(self) -> None:
         """End the session after the server has performed all sent calls. Further calls have no effect."""
@@ -423,6 +423,11 @@ class Call:
             self._session.poll(self)
         return self.answered
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the answer. Raise ``Empty``, ``Broken`` or ``Closed`` like :meth:`result`."""
+        if not self.answered:
+            self._session.wait(self, timeout)
+
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the answer, and return it or raise the error of the call.
 
@@ -431,8 +436,7 @@ class Call:
             Broken: The server's program has died.
             Closed: The server was closed.
         """
-        if not self.answered:
-            self._session.wait(self, timeout)
+        self.wait(timeout)
         if self.error is not None:
             raise self.error
         return self.value

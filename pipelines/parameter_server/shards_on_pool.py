@@ -13,7 +13,19 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowchan import Broken, Channel, ChannelError, ChildDied, Closed, Drained, Empty, Graph, In, StageError
+from flowchan import (
+    Broken,
+    Channel,
+    ChannelError,
+    ChildDied,
+    Closed,
+    Drained,
+    Empty,
+    Full,
+    Graph,
+    In,
+    StageError,
+)
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker, reach_of
 from flowchan.pipelines.children import Children
@@ -21,6 +33,7 @@ from flowchan.pipelines.children import start as start_children
 from flowchan.pipelines.parameter_server.call_order import CallOrder, KeeperOrder, Notice
 from flowchan.pipelines.parameter_server.parameter_client import ParameterClient
 from flowchan.pipelines.parameter_server.pool_client import PoolConnection, ShardPlace
+from flowchan.pipelines.parameter_server.server_connection import late_after, left_until
 from flowchan.pipelines.parameter_server.shard_keeper import ShardState, keep_shard
 from flowchan.pipelines.parameter_server.tensor_layout import Entry, Form
 
@@ -150,19 +163,20 @@ class ShardsOnPool:
         """
         if self._over:
             return
-        for client in list(self._clients):
-            connection = client._connection
-            if isinstance(connection, PoolConnection) and connection.is_open:
-                connection.flush()
-        self._client.close()
+        late = late_after(timeout)
         try:
+            for client in list(self._clients):
+                connection = client._connection
+                if isinstance(connection, PoolConnection) and connection.is_open:
+                    connection.flush(late)
+            self._client.close()
             with contextlib.suppress(ChildDied, StageError):  # the others have the command; wait() raises too
-                self._kids.send("close", timeout)
-            self._last = list(self._kids.wait(timeout).values())
+                self._kids.send("close", left_until(late))
+            self._last = list(self._kids.wait(left_until(late)).values())
         except (ChildDied, StageError):
             # Let the watching thread break the channels with the reason before ``end`` closes them.
             self._watching.join()
-        except TimeoutError:
+        except (Full, TimeoutError):
             raise TimeoutError(
                 f"close: the shards did not apply all pushes within {timeout:g} s; call close again"
             ) from None

@@ -163,7 +163,8 @@ def test_later_batch_is_not_suspected_after_an_idle_worker_died() -> None:
     with graph.start() as run:
         run[numbers].put_many([0, 1])
         assert [sizes.get(), sizes.get()] == [1, 1]
-        wait_until(lambda: run._ports.channels["batch"].stats().waiting_readers == 1)
+        batches = run._ports.channels["batch"]
+        wait_until(lambda: stage_of(run, "work").pids and batches.stats().waiting_readers == 1)
         os.kill(stage_of(run, "work").pids[0], signal.SIGKILL)
         run[numbers].put_many([2, 3])
         assert sizes.get() == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,22 @@ def test_calls_name_the_lost_shard_after_the_other_keepers_end() -> None:
     for call in (lambda: client.push(ones()).wait(WAIT_LIMIT_S), lambda: client.pull(timeout=WAIT_LIMIT_S)):
         with pytest.raises(Broken, match=LOST):
             call()
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_pull_that_waits_for_a_version_raises_if_a_shard_is_lost(shard: int) -> None:
+    """The other shard's keeper never answers such a pull."""
+    server = ParameterServer(tensors(), shards=2, on=local(2))
+    client = server.client()
+    client.pull()
+    with ThreadPoolExecutor(1) as threads:
+        pull = threads.submit(client.pull, at_least=1, timeout=WAIT_LIMIT_S)
+        wait_until(lambda: all(session._waiting for session in client._connected()._sessions))
+        os.kill(keeper_of(server, shard), signal.SIGKILL)
+        with pytest.raises(Broken, match=f"shard {shard} of parameter server .* is lost"):
+            pull.result()
+    with pytest.raises(Broken):
+        server.close()
 
 
 def test_push_is_applied_once_if_its_shard_worker_dies(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_program_without_unseen_failure_reports_nothing(torch_programs: Template
 def test_busy_node_does_not_stop_the_report_of_another(torch_programs: Template, tmp_path: Path) -> None:
     """The latch is released only after the report, so a wait without a limit would never end."""
     text = f"""
-failures_at_exit.EXIT_WAIT_S = 0.5
+failures_at_exit.EXIT_WAIT_S = failures_at_exit.LEAST_WAIT_S = 5
 latch = failing_operations.Latch(Path({str(tmp_path / "latch")!r}))
 atexit.register(latch.release)
 failures_at_exit.report_at_exit()  # before the release
