@@ -159,10 +159,11 @@ class Source {
         Entry& operator[](uint64_t i) { return all_[(begin_ + i) & (all_.size() - 1)]; }
         const Entry& operator[](uint64_t i) const { return all_[(begin_ + i) & (all_.size() - 1)]; }
         const Entry& back() const { return (*this)[size() - 1]; }
-        void push_back(const Entry& entry) {
+        // Add an empty entry at the end, and return it.
+        Entry& append() {
             if (size() == all_.size()) grow();
             end_ += 1;
-            (*this)[size() - 1] = entry;
+            return (*this)[size() - 1] = {};
         }
         void drop_oldest(uint64_t n) { begin_ += n; }
         void drop_newest(uint64_t n) { end_ -= n; }
@@ -273,7 +274,8 @@ class Source {
     bool enter_queue(uint64_t most);  // enters the wait queue; false: there is already work
     bool take_run(uint64_t most, Wakes& wakes);
     bool take_one(Wakes& wakes);
-    void add(Entry entry);
+    Entry& add(const char* at, uint64_t size, uint64_t number, uint64_t key, uint8_t kind, uint64_t deaths,
+               bool is_replay);
     void handle_take(Step step);  // acts on the result of a take
 
     const std::shared_ptr<Ring> ring;

@@ -153,25 +153,36 @@ bool Source::take_one(Wakes& wakes) {
         return false;
     }
     if (active() == 0) progress_at = now_ns();
-    Entry entry{taken.at,       taken.size,          taken.number,
-                taken.made_for, uint8_t(taken.kind), uint8_t(std::min(taken.deaths, Head::MOST_DEATHS)),
-                taken.is_replay};
+    Entry& entry = add(taken.at, taken.size, taken.number, taken.made_for, uint8_t(taken.kind), taken.deaths,
+                       taken.is_replay);
     entry.route = Ring::route_of(taken.slot);
     // The windows count the bytes that the other side will fetch.
     if (entry.kind == REFERENCE) {
-        entry.size = references().size_of(entry.reference());
+        const uint64_t fetched = references().size_of(entry.reference());
+        bytes += fetched - entry.size;
+        entry.size = fetched;
         has_references = true;
     }
-    add(entry);
     return true;
 }
 
-void Source::add(Entry entry) {
-    entry.is_urgent = entry.is_replay || entry.number < highest;
-    if (entry.number != Slot::KEYLESS) highest = std::max(highest, entry.number);
-    entries.push_back(entry);
-    bytes += entry.size;
+// Append an entry for an item that was just taken. Its fields are written in place, because a processor stalls
+// when it copies an entry whose fields it has just written one by one.
+Source::Entry& Source::add(const char* at, uint64_t size, uint64_t number, uint64_t key, uint8_t kind,
+                           uint64_t deaths, bool is_replay) {
+    Entry& entry = entries.append();
+    entry.at = at;
+    entry.size = size;
+    entry.number = number;
+    entry.key = key;
+    entry.kind = kind;
+    entry.deaths = uint8_t(std::min(deaths, Head::MOST_DEATHS));
+    entry.is_replay = is_replay;
+    entry.is_urgent = is_replay || number < highest;
+    if (number != Slot::KEYLESS) highest = std::max(highest, number);
+    bytes += size;
     urgent += entry.is_urgent;
+    return entry;
 }
 
 void Source::handle_take(Step step) {
@@ -194,8 +205,8 @@ bool Source::take_run(uint64_t most, Wakes& wakes) {
     if (n && active() == 0) progress_at = now_ns();
     for (uint64_t i = 0; i < n; ++i) {
         const Slot* slot = run[i].slot;
-        add({ring->payload_of(run[i].slot), slot->size, slot->number, run[i].made_for, uint8_t(slot->kind),
-             uint8_t(std::min(slot->deaths(), Head::MOST_DEATHS))});
+        add(ring->payload_of(run[i].slot), slot->size, slot->number, run[i].made_for, uint8_t(slot->kind),
+            slot->deaths(), false);
     }
     return n > 0;
 }
