@@ -294,21 +294,27 @@ class PoolConnection(ClientConnection):
     def flush(self, late: float | None) -> None:
         """Wait until the keepers have received all calls, or a shard is lost.
 
+        Args:
+            late: Deadline on the monotonic clock (None: no limit).
+
         Raises:
             Full: A keeper had no room for all calls before the deadline.
         """
-        for place, session in zip(self._places, self._sessions, strict=True):
+        for place, session in zip(self._places, self._sessions, strict=False):  # some may not be connected
             with contextlib.suppress(Broken, Closed):  # the keeper has ended
                 place.until_lost(session.flush, late)
 
     def close(self) -> None:
-        """End all sessions. Further calls have no effect."""
+        """End all sessions after the keepers have received all calls. Further calls have no effect."""
         self.closed = True
-        for session in self._sessions:
-            with contextlib.suppress(Broken):
-                session.close()
-        if self._local is not None:
-            self._local.close()
+        try:
+            self.flush(None)
+        finally:
+            for session in self._sessions:
+                with contextlib.suppress(Broken):
+                    session.leave()
+            if self._local is not None:
+                self._local.close()
 
 
 def _answer(name: str, place: ShardPlace, call: Call, late: float | None) -> Any:

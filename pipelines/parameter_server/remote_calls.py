@@ -402,6 +402,11 @@ class Session:
         self._calls.close()
         self._answers.close()
 
+    def leave(self) -> None:
+        """End the session like :meth:`close`, but do not wait for the server, which may be lost."""
+        for port in (self._calls, self._answers):
+            getattr(port, "leave", port.close)()  # only ports of channels across hosts wait
+
 
 class Call:
     """Handle of a call that was sent.
