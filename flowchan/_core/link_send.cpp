@@ -419,7 +419,7 @@ bool Link::collect(LinkStream& stream, Watched& all, int64_t& until) {
             watch(sink.queue_place, sink.ring);
         } else if (sink.unwatched_until > now_ns()) {
             until = std::min(until, sink.unwatched_until);
-        } else if (!owner_side_ && !(sink.seen.flags & NO_MORE)) {
+        } else if (connected && !owner_side_ && !(sink.seen.flags & NO_MORE)) {
             if (!sink.enter_queue_for_worker()) return false;
             watch(sink.queue_place, sink.ring);
         } else if (sink.queue_place.entered()) {

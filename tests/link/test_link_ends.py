@@ -54,6 +54,26 @@ def test_idle_link_uses_no_cpu() -> None:
         del remote
 
 
+def test_link_without_a_connection_sleeps() -> None:
+    """The worker gets an item, but the link cannot report this until it has a new connection."""
+    before = threads()
+    with Linked() as linked:
+        own = threads() - before
+        source, results = channel(), channel()
+        remote = RemoteWorker(linked, 1, source, results)
+        source.put("item")
+        wait_until(lambda: remote.into.stats().inside == 1)
+        linked.owner_side.close()
+        assert isinstance(next_event(linked.worker_side), LinkBroken)
+        assert remote.inside.get() == "item"
+        spent, passed = seconds(*own), -os.times().elapsed
+        with Linked() as clock:  # its pings show that time has passed
+            wait_until(lambda: clock.worker_side.state()["bytes_in"] > 40 * 4)
+        passed += os.times().elapsed
+        assert seconds(*own) - spent < 0.1 * passed
+        del remote
+
+
 def switches(*numbers: str) -> int:
     """Return how often the given threads that are still running have gone to sleep."""
     times = 0
