@@ -126,7 +126,7 @@ def test_calls_name_the_lost_shard_after_the_other_keepers_end() -> None:
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_pull_that_waits_for_a_version_raises_if_a_shard_is_lost(shard: int) -> None:
+def test_waiting_pull_raises_if_a_shard_is_lost(shard: int) -> None:
     """The other shard's keeper never answers such a pull."""
     server = ParameterServer(tensors(), shards=2, on=local(2))
     client = server.client()
