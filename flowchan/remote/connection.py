@@ -382,7 +382,7 @@ class Connection(Calls):
             while not self.lost and stream.undelivered() and time.monotonic() < give_up:
                 time.sleep(0.005)
             if not self.lost and (count := stream.undelivered()):
-                _report_undelivered(self.address, count)
+                _report_undelivered(self.address, count, bool(self.link.state()["connected"]))
         _notify(self._notices, "end", 0)  # comes after all other notices
         self._has_left.wait(EXIT_TIMEOUT_S)
         self._left = True
@@ -438,13 +438,13 @@ def _acquire(address: str, secret: bytes, tls: bool, timeout: float) -> Connecti
                 dialling.release()
 
 
-def _report_undelivered(address: str, count: int) -> None:
+def _report_undelivered(address: str, count: int, connected: bool) -> None:
+    full = f"the channels at {address} had no room for them; call flush() before the program ends"
+    unreachable = f"the owner of the channels at {address} cannot be reached"
+    why = full if connected else unreachable
+    lost = "1 of its items is" if count == 1 else f"{count} of its items are"
     if sys.stderr is not None:
-        print(
-            f"flowchan: the program ends, and {count} of its items are lost, because the channels at "
-            f"{address} had no room for them; call flush() before the program ends",
-            file=sys.stderr,
-        )
+        print(f"flowchan: the program ends, and {lost} lost, because {why}", file=sys.stderr)
 
 
 def forget(connection: Connection) -> None:

@@ -448,5 +448,42 @@ channel.put(2)
 """
     key = f"{channel.address} {channel.secret.hex()}"
     ended = subprocess.run([sys.executable, "-c", program], input=key, text=True, capture_output=True)
-    assert "and 1 of its items are lost, because the channels at" in ended.stderr
+    assert "and 1 of its items is lost, because the channels at" in ended.stderr
     assert channel.get_many(5) == [1]
+
+
+def test_exiting_program_reports_items_for_an_unreachable_owner():
+    """C16: the program ends before the connection counts as lost."""
+    handover = make()
+
+    def own():
+        owned = make()
+        handover.put(owned)
+        handover.flush()
+        signal.pause()
+
+    owner = HostPeer(own)
+    channel = handover.get()
+    program = """
+import os, sys
+from flowchan.hosts import open_channel
+
+address, secret = sys.stdin.readline().split()
+channel = open_channel(address, bytes.fromhex(secret))
+channel.put("arrives")
+channel.flush()
+print("ready", flush=True)
+sys.stdin.readline()
+while channel._connection.link.state()["connected"]:
+    os.sched_yield()
+channel.put("lost")
+"""
+    command = [sys.executable, "-c", program]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True, bufsize=1) as started:
+        started.stdin.write(f"{channel.address} {channel.secret.hex()}\n")
+        assert started.stdout.readline() == "ready\n"
+        owner.kill()
+        owner.join()
+        _, errors = started.communicate("owner killed\n")
+    assert "and 1 of its items is lost, because the owner of the channels at" in errors
