@@ -11,29 +11,31 @@ T = TypeVar("T", bound=Any)
 
 
 def public(value: T) -> T:
-    """Make a class or function an attribute of its package, and return it.
+    """Mark a class or function as a public name of its package, and return it.
 
     Messages, tracebacks and pickles then name the package that users import, not the defining module. The
     package's ``__init__.py`` must also list the name.
     """
     in_pipelines = value.__module__.startswith("flowchan.pipelines.")
     value.__module__ = "flowchan.pipelines" if in_pipelines else "flowchan"
-    setattr(sys.modules[value.__module__], value.__name__, value)
     return value
 
 
 def names_on_first_use(
     package: str, modules: Mapping[str, tuple[str, ...]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return functions for a package that import a module on the first use of its public names (PEP 562).
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports its modules on first use (PEP 562).
+
+    A name becomes an attribute of the package only after its module was imported completely. Otherwise,
+    another thread could see a part of the module.
 
     Args:
         package: Name of the package.
-        modules: The public names that each module of the package defines. A module without names is public
-            itself.
+        modules: The public names that each module of the package defines. A module without names is itself
+            public.
 
     Returns:
-        The functions ``__getattr__`` and ``__dir__`` of the package.
+        The two functions.
     """
     defined_in = {name: module for module, names in modules.items() for name in names}
     own = [module for module, names in modules.items() if not names]
@@ -45,12 +47,14 @@ def names_on_first_use(
         if name not in defined_in:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(f"{package}.{defined_in[name]}"), name)
+            found = getattr(importlib.import_module(f"{package}.{defined_in[name]}"), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
             text = f"{package}.{name} needs torch: pip install 'flowchan[torch]'"
             raise ImportError(text, name="torch") from error
+        setattr(sys.modules[package], name, found)
+        return found
 
     def all_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *defined_in, *own})

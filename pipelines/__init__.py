@@ -131,7 +131,7 @@ _NAMES = {
     "task_pool": ("BackgroundTask", "TaskPool"),
     "work_queue": ("WorkQueue", "workqueue"),
 }
-"""The public names that each module defines. ``children`` is public as a module."""
+"""The public names that each module defines. The module ``children`` is itself public."""
 
 if not TYPE_CHECKING:  # type checkers would accept every name
     __getattr__, __dir__ = names_on_first_use(__name__, _NAMES)

@@ -130,9 +130,3 @@ def _pinned(item: Any) -> Any:
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(item)  # type: ignore[no-untyped-call]
-
-
-# Make messages, tracebacks and pickles show the module that users import.
-for _public in (Dataset, dataset):
-    _public.__module__ = "flowchan.pipelines"
-del _public

@@ -166,8 +166,8 @@ bool Source::take_one(Wakes& wakes) {
     return true;
 }
 
-// Append an entry for an item that was just taken. Its fields are written in place, because a processor stalls
-// when it copies an entry whose fields it has just written one by one.
+// Append an entry for an item that was just taken. Its fields are written in place, because the processor
+// stalls when an entry is copied right after its fields were written one by one.
 Source::Entry& Source::add(const char* at, uint64_t size, uint64_t number, uint64_t key, uint8_t kind,
                            uint64_t deaths, bool is_replay) {
     Entry& entry = entries.append();

@@ -226,6 +226,3 @@ def _states_after_a_step(make: Make, parameters: list[Tensor]) -> list[dict[str,
     return [
         {key: value for key, value in optimizer.state[p].items() if isinstance(value, Tensor)} for p in copies
     ]
-
-
-AsySGInCon.__module__ = "flowchan.pipelines"  # show the module that users import

@@ -341,6 +341,3 @@ def _counts(state: Values) -> Counts:
 def _until(limit: float) -> float | None:
     """Return the seconds until ``limit`` on the monotonic clock, or ``None`` if ``limit`` is infinite."""
     return None if limit == math.inf else max(limit - time.monotonic(), 0.001)
-
-
-DiLoCo.__module__ = "flowchan.pipelines"  # show the module that users import

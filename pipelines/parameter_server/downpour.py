@@ -188,6 +188,3 @@ class Downpour(Replica):
 def _add(parameters: dict[str, Tensor], updates: Values) -> None:
     for name, update in updates.items():
         parameters[name] = parameters[name] + update.to(parameters[name].device)
-
-
-Downpour.__module__ = "flowchan.pipelines"  # show the module that users import

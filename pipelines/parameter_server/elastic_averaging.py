@@ -141,6 +141,3 @@ class ElasticAveraging(Replica):
         pulls = {name: (x - centre[name].to(x.device)) * self._alpha for name, x in own.items()}
         self._send(pulls)
         return {name: x - pulls[name] for name, x in own.items()}
-
-
-ElasticAveraging.__module__ = "flowchan.pipelines"  # show the module that users import

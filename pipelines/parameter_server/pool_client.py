@@ -7,9 +7,9 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from flowchan import Broken, Channel, ChannelError, Closed, Empty, Full
+from flowchan import Broken, Channel, ChannelError, Closed, Empty
 from flowchan.pipelines.parameter_server.remote_calls import Call, Gateway, Session
 from flowchan.pipelines.parameter_server.server_connection import (
     ClientConnection,
@@ -24,8 +24,10 @@ from flowchan.pipelines.parameter_server.server_connection import (
 from flowchan.pipelines.parameter_server.shard import Push, part_of
 from flowchan.pipelines.parameter_server.shard_keeper import ShardState, connect
 
-CHECK_INTERVAL_S = 0.2
-"""Seconds between two checks by a waiting call whether a shard is lost."""
+T = TypeVar("T")
+
+CHECK_INTERVAL_S = 0.5
+"""Interval in seconds at which a waiting call checks for a lost shard."""
 
 
 class ShardPlace(NamedTuple):
@@ -88,18 +90,19 @@ class ShardPlace(NamedTuple):
         if end is not None and isinstance(end.__cause__, Broken):
             raise end
 
-    def until_lost(self, wait: Callable[[float], object], late: float | None) -> None:
+    def until_lost(self, wait: Callable[[float], T], late: float | None) -> T:
         """Call ``wait`` with short timeouts until it succeeds, a shard is lost, or the deadline has passed.
 
-        The program knows of a keeper's death long before the connection to the keeper counts as lost.
+        The program learns of a keeper's death long before the client's connection to that keeper counts as
+        lost.
         """
         while True:
             left = left_until(late)
+            step = CHECK_INTERVAL_S if left is None else min(left, CHECK_INTERVAL_S)
             try:
-                wait(CHECK_INTERVAL_S if left is None else min(left, CHECK_INTERVAL_S))
-                return
-            except (Empty, Full):
-                if left == 0:
+                return wait(step)
+            except TimeoutError:
+                if step == left:
                     raise
                 self.check()
 
@@ -205,9 +208,9 @@ class PoolConnection(ClientConnection):
             id = self._id, next(self._numbers)
             try:
                 for place, session, argument in zip(self._places, self._sessions, arguments, strict=True):
-                    with place.named_in_errors(kind):
-                        # Once the first keeper has the call, all others must get it, so wait without a limit.
-                        calls.append(session.send((kind, id, argument), None if calls else timeout))
+                    # Once the first keeper has the call, all others must get it, so wait without a limit.
+                    late = None if calls else late_after(timeout)
+                    calls.append(_sent(place, session, (kind, id, argument), late))
             except BaseException:
                 if calls:  # the keepers discard the call when the sessions end
                     self.close()
@@ -217,9 +220,7 @@ class PoolConnection(ClientConnection):
     def ask(self, shard: int, *call: Any, timeout: float | None = None) -> Any:
         """Send a call to one keeper, and return the keeper's answer."""
         place, late = self._places[shard], late_after(timeout)
-        with place.named_in_errors(call[0]):
-            handle = self._sessions[shard].send(call, timeout)
-        return _answer(call[0], place, handle, late)
+        return _answer(call[0], place, _sent(place, self._sessions[shard], call, late), late)
 
     def pull(
         self,
@@ -280,15 +281,16 @@ class PoolConnection(ClientConnection):
         remote = [place for place in needed if place.number not in self._here]
         calls = []
         for place in remote:
-            with place.named_in_errors("pull"):
-                call = "pull", shares[place.number], at_least, consistent, left_until(late)
-                calls.append(self._sessions[place.number].send(call, left_until(late)))
+            call = "pull", shares[place.number], at_least, consistent, left_until(late)
+            calls.append(_sent(place, self._sessions[place.number], call, late))
         found = []
         if here := [place for place in needed if place.number in self._here]:
-            assert self._local is not None
+            local = self._local
+            assert local is not None
             wanted = [name for place in here for name in shares[place.number]]
             with here[0].named_in_errors("pull"):
-                found.append(self._local.copy(wanted, into, at_least, consistent, late))
+                here[0].until_lost(lambda left: local.await_version(at_least, late_after(left)), late)
+                found.append(local.copy(wanted, into, None, consistent, late))
         return found + [_answer("pull", *one, late) for one in zip(remote, calls, strict=True)]
 
     def flush(self, late: float | None) -> None:
@@ -305,9 +307,12 @@ class PoolConnection(ClientConnection):
                 place.until_lost(session.flush, late)
 
     def close(self) -> None:
-        """End all sessions after the keepers have received all calls. Further calls have no effect."""
-        self.closed = True
+        """End all sessions after the keepers have received all calls, or a shard is lost.
+
+        Further calls have no effect.
+        """
         try:
+            self.closed = True
             self.flush(None)
         finally:
             for session in self._sessions:
@@ -315,6 +320,12 @@ class PoolConnection(ClientConnection):
                     session.leave()
             if self._local is not None:
                 self._local.close()
+
+
+def _sent(place: ShardPlace, session: Session, call: tuple[Any, ...], late: float | None) -> Call:
+    """Send a call, and return its handle. Wait while too many calls are unanswered."""
+    with place.named_in_errors(call[0]):
+        return place.until_lost(lambda left: session.send(call, left), late)
 
 
 def _answer(name: str, place: ShardPlace, call: Call, late: float | None) -> Any:

@@ -405,7 +405,7 @@ class Session:
     def leave(self) -> None:
         """End the session like :meth:`close`, but do not wait for the server, which may be lost."""
         for port in (self._calls, self._answers):
-            getattr(port, "leave", port.close)()  # only ports of channels across hosts wait
+            getattr(port, "leave", port.close)()  # other ports never wait
 
 
 class Call:
@@ -429,7 +429,7 @@ class Call:
         return self.answered
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the answer. Raise ``Empty``, ``Broken`` or ``Closed`` like :meth:`result`."""
+        """Wait for the answer, but unlike :meth:`result`, do not raise the error of the call."""
         if not self.answered:
             self._session.wait(self, timeout)
 

@@ -336,7 +336,8 @@ class ServerConnection(ClientConnection):
         """Count a pull of a version."""
         self.shards[0].count_pull(self.slot, version, size)
 
-    def _await_version(self, at_least: int | None, late: float | None) -> None:
+    def await_version(self, at_least: int | None, late: float | None) -> None:
+        """Wait until all shards have this version."""
         self.check_program("pull")
         if at_least is not None:
             for shard in self.shards:
@@ -353,7 +354,7 @@ class ServerConnection(ClientConnection):
         late: float | None,
     ) -> tuple[int, Any, int]:
         """Copy tensors or the object, and return the version, the copies and their size in bytes."""
-        self._await_version(at_least, late)
+        self.await_version(at_least, late)
         if names is None:
             return self._copy_object(late)
         for attempt in _attempts(late):
@@ -378,7 +379,7 @@ class ServerConnection(ClientConnection):
         self, table: str, ids: Any, at_least: int | None, late: float | None
     ) -> tuple[int, Any, int]:
         """Copy rows of one version, and return the version, the copies and their size in bytes."""
-        self._await_version(at_least, late)
+        self.await_version(at_least, late)
         shard = next(shard for shard in self.shards if table in shard.blocks[0])
         for attempt in _attempts(late):
             version = shard.version

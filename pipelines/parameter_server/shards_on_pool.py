@@ -13,19 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flowchan import (
-    Broken,
-    Channel,
-    ChannelError,
-    ChildDied,
-    Closed,
-    Drained,
-    Empty,
-    Full,
-    Graph,
-    In,
-    StageError,
-)
+from flowchan import Broken, Channel, ChannelError, ChildDied, Closed, Drained, Empty, Graph, In, StageError
 from flowchan.hosts import Pool
 from flowchan.hosts.pool_channels import channel_maker, reach_of
 from flowchan.pipelines.children import Children
@@ -170,13 +158,13 @@ class ShardsOnPool:
                 if isinstance(connection, PoolConnection) and connection.is_open:
                     connection.flush(late)
             self._client.close()
-            with contextlib.suppress(ChildDied, StageError):  # the others have the command; wait() raises too
+            with contextlib.suppress(ChildDied, StageError, Closed):  # some may have ended
                 self._kids.send("close", left_until(late))
             self._last = list(self._kids.wait(left_until(late)).values())
         except (ChildDied, StageError):
             # Let the watching thread break the channels with the reason before ``end`` closes them.
             self._watching.join()
-        except (Full, TimeoutError):
+        except TimeoutError:
             raise TimeoutError(
                 f"close: the shards did not apply all pushes within {timeout:g} s; call close again"
             ) from None

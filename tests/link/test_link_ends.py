@@ -67,7 +67,7 @@ def test_link_without_a_connection_sleeps() -> None:
         assert isinstance(next_event(linked.worker_side), LinkBroken)
         assert remote.inside.get() == "item"
         spent, passed = seconds(*own), -os.times().elapsed
-        with Linked() as clock:  # its pings show that time has passed
+        with Linked() as clock:  # wait for about four of its pings
             wait_until(lambda: clock.worker_side.state()["bytes_in"] > 40 * 4)
         passed += os.times().elapsed
         assert seconds(*own) - spent < 0.1 * passed

@@ -141,6 +141,45 @@ def test_waiting_pull_raises_if_a_shard_is_lost(shard: int) -> None:
         server.close()
 
 
+def wait_for_version(client: Any, folder: Path, worker: int) -> str:
+    client.pull()
+    (folder / str(worker)).touch()
+    try:
+        client.pull(at_least=1)
+    except Broken as error:
+        return str(error)
+    return "the pull returned"
+
+
+def test_waiting_pulls_on_hosts_raise_if_a_shard_is_lost(tmp_path: Path) -> None:
+    """The client on the host of the other shard waits in shared memory."""
+    server = ParameterServer(tensors(), shards=2, on=local(2))
+    workers = pipelines.map(2, wait_for_version, server.client(), tmp_path, on=local(2))
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
+    os.kill(keeper_of(server, 1), signal.SIGKILL)
+    texts = workers.join(WAIT_LIMIT_S)
+    with pytest.raises(Broken, match=LOST):
+        server.close()
+    assert ["shard 1 of parameter server" in text and "'local-2'" in text for text in texts] == [True, True]
+
+
+def test_close_can_be_repeated_after_a_timeout() -> None:
+    """At the second call, one keeper has already ended."""
+    server = ParameterServer(tensors(), shards=2, on=local(2))
+    server.client().push(ones()).wait(WAIT_LIMIT_S)
+    assert server._pool_shards is not None
+    kids, keeper = server._pool_shards._kids, psutil.Process(keeper_of(server, 1))
+    keeper.suspend()
+    try:
+        with pytest.raises(TimeoutError, match="call close again"):
+            server.close(timeout=0.5)
+        wait_until(lambda: [kid.number for kid in kids.alive] == [2])
+    finally:
+        keeper.resume()
+    server.close(WAIT_LIMIT_S)
+    assert server.stats().pushes == 1
+
+
 def test_push_is_applied_once_if_its_shard_worker_dies(tmp_path: Path) -> None:
     """The rule kills the worker of each shard in the middle of the push, but not the worker's replacement."""
 

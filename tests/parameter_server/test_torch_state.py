@@ -43,8 +43,8 @@ def test_push_of_tensors_takes_no_private_pages_in_the_server(rule: str) -> None
                 client.push({"w": torch.from_numpy(ones)}, rule=rule).wait(WAIT_LIMIT_S)
             return faults_of_children() - before
 
-        # A push has faults where it is the first to use a part of the channel's memory. How long such pushes
-        # occur depends on how fast the server releases memory, so compare the lowest of five counts.
+        # A push faults on memory of the channel that no earlier push has used. How many pushes do so depends
+        # on how fast the server frees memory, so use the lowest of five counts.
         lowest = min(page_faults(pushes) for _ in range(5))
         # The kernel maps at most 16 pages of 4 KB per fault.
         assert lowest < pushes * size / (16 * 4096) / 4
