@@ -1,4 +1,4 @@
-"""Mark the public names of ``flowchan`` and ``flowchan.pipelines``, and import them on first use."""
+"""Mark the public names of flowchan's packages, and import them on first use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=Any)
 
+PACKAGES = ("flowchan.pipelines.children", "flowchan.pipelines", "flowchan")
+"""Packages with public names; a package precedes the package that contains it."""
+
 
 def public(value: T) -> T:
     """Mark a class or function as a public name of its package, and return it.
@@ -16,8 +19,7 @@ def public(value: T) -> T:
     Messages, tracebacks and pickles then name the package that users import, not the defining module. The
     package's ``__init__.py`` must also list the name.
     """
-    in_pipelines = value.__module__.startswith("flowchan.pipelines.")
-    value.__module__ = "flowchan.pipelines" if in_pipelines else "flowchan"
+    value.__module__ = next(one for one in PACKAGES if value.__module__.startswith(f"{one}."))
     return value
 
 

@@ -14,7 +14,3 @@ from flowchan.pipelines.children.child_handle import Child
 from flowchan.pipelines.children.parent_handle import Parent, parent
 
 __all__ = ["Child", "Children", "Parent", "parent", "start"]
-
-for _name in __all__:
-    globals()[_name].__module__ = "flowchan.pipelines.children"
-del _name

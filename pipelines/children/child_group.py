@@ -13,8 +13,10 @@ from flowchan.pipelines.children import group_calls, parent_handle
 from flowchan.pipelines.children.child_handle import Child
 from flowchan.pipelines.children.group_calls import Program
 from flowchan.pipelines.children.started_children import StartedChildren
+from flowchan.public import public
 
 
+@public
 class Children:
     """Group of children that were started by one call to :func:`start`.
 
@@ -289,6 +291,7 @@ class Children:
         return f"<Children {', '.join(map(str, self._numbers))}>"
 
 
+@public
 @refuses_misspelt("children.start")
 def start(n: int, *, on: PlacementOption = "process") -> Children:
     """Start ``n`` child processes, which wait for the function that :meth:`Children.run` sends.

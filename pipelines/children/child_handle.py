@@ -7,8 +7,10 @@ from typing import Any
 from flowchan.pipelines.children import group_calls
 from flowchan.pipelines.children.group_calls import Program
 from flowchan.pipelines.children.started_children import StartedChildren
+from flowchan.public import public
 
 
+@public
 class Child:
     """Handle of one child.
 

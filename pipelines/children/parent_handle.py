@@ -15,8 +15,10 @@ from flowchan.items.worker_globals import shared_globals
 from flowchan.pipelines.children.child_links import ChildLinks, SentOnce
 from flowchan.pipelines.fill_into import fill
 from flowchan.pipelines.user_calls import call
+from flowchan.public import public
 
 
+@public
 class Parent:
     """Handle through which a child communicates with the program that started it.
 
@@ -182,6 +184,7 @@ class Parent:
         return f"<Parent of child {self.number}>"
 
 
+@public
 def parent() -> Parent | None:
     """Return the handle of this child's parent.
 

@@ -18,6 +18,7 @@ from support.waiting import WAIT_LIMIT_S, wait_until
 from flowchan import Broken, ChannelError, pipelines
 from flowchan.hosts import local
 from flowchan.pipelines import ParameterServer
+from flowchan.pipelines.parameter_server.remote_calls import MOST_OPEN
 
 LOST = r"shard 1 of parameter server 'parameters' on host 'local-2' is lost, .*ParameterServer\.load"
 
@@ -73,9 +74,21 @@ def push_until_broken(client: Any, folder: Path, worker: int) -> str:
         return str(error)
 
 
-def test_clients_on_hosts_raise_the_name_of_the_lost_shard(tmp_path: Path) -> None:
+def wait_for_version(client: Any, folder: Path, worker: int) -> str:
+    client.pull()
+    (folder / str(worker)).touch()
+    try:
+        client.pull(at_least=1)
+    except Broken as error:
+        return str(error)
+    return "the pull returned"
+
+
+@pytest.mark.parametrize("use", [push_until_broken, wait_for_version])
+def test_clients_on_hosts_raise_the_name_of_the_lost_shard(use: Any, tmp_path: Path) -> None:
+    """One of the clients is on the host of the other shard, and waits for a version in shared memory."""
     server = ParameterServer(tensors(), shards=2, on=local(2))
-    workers = pipelines.map(2, push_until_broken, server.client(), tmp_path, on=local(2))
+    workers = pipelines.map(2, use, server.client(), tmp_path, on=local(2))
     wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
     os.kill(keeper_of(server, 1), signal.SIGKILL)
     texts = workers.join(WAIT_LIMIT_S)
@@ -125,42 +138,22 @@ def test_calls_name_the_lost_shard_after_the_other_keepers_end() -> None:
             call()
 
 
-@pytest.mark.parametrize("shard", [0, 1])
-def test_waiting_pull_raises_if_a_shard_is_lost(shard: int) -> None:
-    """The other shard's keeper never answers such a pull."""
+@pytest.mark.parametrize(("shard", "pulls"), [(0, 1), (1, 1), (1, MOST_OPEN + 1)])
+def test_waiting_pull_raises_if_a_shard_is_lost(shard: int, pulls: int) -> None:
+    """The other shard's keeper never answers such a pull. The last of many pulls also waits to be sent."""
     server = ParameterServer(tensors(), shards=2, on=local(2))
     client = server.client()
     client.pull()
-    with ThreadPoolExecutor(1) as threads:
-        pull = threads.submit(client.pull, at_least=1, timeout=WAIT_LIMIT_S)
-        wait_until(lambda: all(session._waiting for session in client._connected()._sessions))
+    sessions = client._connected()._sessions
+    with ThreadPoolExecutor(pulls) as threads:
+        waiting = [threads.submit(client.pull, at_least=1, timeout=WAIT_LIMIT_S) for _ in range(pulls)]
+        wait_until(lambda: all(len(one._waiting) == min(pulls, MOST_OPEN) for one in sessions))
         os.kill(keeper_of(server, shard), signal.SIGKILL)
-        with pytest.raises(Broken, match=f"shard {shard} of parameter server .* is lost"):
-            pull.result()
+        for pull in waiting:
+            with pytest.raises(Broken, match=f"shard {shard} of parameter server .* is lost"):
+                pull.result()
     with pytest.raises(Broken):
         server.close()
-
-
-def wait_for_version(client: Any, folder: Path, worker: int) -> str:
-    client.pull()
-    (folder / str(worker)).touch()
-    try:
-        client.pull(at_least=1)
-    except Broken as error:
-        return str(error)
-    return "the pull returned"
-
-
-def test_waiting_pulls_on_hosts_raise_if_a_shard_is_lost(tmp_path: Path) -> None:
-    """The client on the host of the other shard waits in shared memory."""
-    server = ParameterServer(tensors(), shards=2, on=local(2))
-    workers = pipelines.map(2, wait_for_version, server.client(), tmp_path, on=local(2))
-    wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
-    os.kill(keeper_of(server, 1), signal.SIGKILL)
-    texts = workers.join(WAIT_LIMIT_S)
-    with pytest.raises(Broken, match=LOST):
-        server.close()
-    assert ["shard 1 of parameter server" in text and "'local-2'" in text for text in texts] == [True, True]
 
 
 def test_close_can_be_repeated_after_a_timeout() -> None:
